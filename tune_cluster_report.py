@@ -1,4 +1,4 @@
-"""Tells tune-cluster what a training program measures: ``from tune_cluster_report import report``.
+"""Reports a training program's measurements to tune-cluster: ``from tune_cluster_report import report``.
 
 After every optimiser step of every rank::
 
@@ -6,7 +6,7 @@ After every optimiser step of every rank::
     if report.should_stop():
         break
 
-One file, standard library only, Python 3.8 or later: it may be copied beside the program. It does nothing unless
+One file, standard library only, Python 3.8 or later: you may copy it next to the program. It does nothing unless
 ``TUNE_CLUSTER_REPORT`` names a folder, and it never raises. Lines and limits: ``docs/report-api.md``.
 """
 
@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 64 << 20
 MAX_TEXT = 2000
 FOLDER_VARIABLE = "TUNE_CLUSTER_REPORT"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PADDLE_TRAINER_ID", "RANK_ID", "SLURM_PROCID", "LOCAL_RANK")
-"""Where launchers put a process' number if there is no RANK, and no process group to ask."""
+"""Variables in which launchers set a process's number if there is neither RANK nor a process group."""
 KNOWN = (
     "v source t step loss grad_norm tokens samples step_time_s data_s allocated_bytes reserved_bytes rss_bytes "
     "world_size event type message"
@@ -34,7 +34,7 @@ __all__ = ["report"]
 
 
 def rank() -> str:
-    """Number of this process among all of the training, as text."""
+    """Return this process's rank in the whole training, as text."""
     rank_text = os.environ.get("RANK")
     if rank_text:
         return rank_text
@@ -48,11 +48,11 @@ def rank() -> str:
 
 
 _launched: dict[int, str] = {}
-"""Rank by process, from the variables of other launchers, which stand when a process starts."""
+"""Rank by process, from the variables of other launchers, which are set before a process starts."""
 
 
 def plain(value: Any, depth: int = 3) -> Any:
-    """``value`` as JSON can hold it: tensors and numpy's scalars become numbers, what is unknown becomes text."""
+    """Convert ``value`` to JSON types: tensors and numpy scalars become numbers, unknown types become text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value[:MAX_TEXT] if isinstance(value, str) else value
     if depth and isinstance(value, dict):
@@ -66,7 +66,7 @@ def plain(value: Any, depth: int = 3) -> Any:
 
 
 class Channel:
-    """The file that this process appends its lines to, each in one write."""
+    """The file to which this process appends its lines, each in one write."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -74,10 +74,10 @@ class Channel:
         self._written = 0
 
     def write(self, source: str, **values: Any) -> None:
-        """Appends one line; ignored where no folder is named, and once the file has reached its limit.
+        """Append one line; do nothing if no folder is set, or if the file has reached its limit.
 
         Raises:
-            OSError: The folder is gone, or the disk is full.
+            OSError: The folder is missing, or the disk is full.
         """
         folder = os.environ.get(FOLDER_VARIABLE)
         if not folder:
@@ -92,7 +92,7 @@ class Channel:
             )
 
     def _open(self, folder: str) -> None:
-        """A forked process, or one that learns its rank late, gets a file of its own."""
+        """Open a new file for a forked process, or when the rank becomes known late."""
         number = rank()
         owner = f"{os.getpid()} {number} {folder}"
         if owner == self._owner:
@@ -110,10 +110,10 @@ _NUMBERS = frozenset((bool, int, float))
 
 
 def _line(source: str, values: dict[str, Any]) -> bytes:
-    """One line of JSON; if it is too long, without what nobody asked for. NaN and Infinity are written as such."""
+    """Format one line of JSON; if it is too long, drop additional values. NaN and Infinity are written as such."""
     record: dict[str, Any] = {"v": FORMAT_VERSION, "source": source, "t": time.time()}
     for key, value in values.items():
-        if type(value) in _NUMBERS:  # most are, and this runs after every step
+        if type(value) in _NUMBERS:  # the usual case; this runs after every step
             record[key] = value
         elif value is not None:
             record[key] = plain(value)
@@ -130,7 +130,7 @@ def _short(value: Any) -> Any:
 
 
 class Reporter:
-    """What ``report`` is: call it after every optimiser step."""
+    """Callable ``report``: call it after every optimiser step."""
 
     def __init__(self) -> None:
         self._channel = Channel()
@@ -139,21 +139,21 @@ class Reporter:
         self._silent = self._has_complained = False
 
     def __call__(self, step: Any = None, loss: Any = None, tokens: Any = None, **values: Any) -> None:
-        """One finished optimiser step.
+        """Report one finished optimiser step.
 
         Args:
-            step: Its number, from 1.
-            loss: Mean loss of the step: over the global batch, or over this rank's part of it.
+            step: Number of the step, from 1.
+            loss: Mean loss of the step, over the global batch or over this rank's part of it.
             tokens: Tokens of the global batch in this step.
-            **values: ``grad_norm``, ``samples`` (of the global batch), ``step_time_s`` (else the time since the last
-                report), ``data_s`` (thereof waiting for data), ``allocated_bytes``, ``reserved_bytes``,
+            **values: ``grad_norm``, ``samples`` (of the global batch), ``step_time_s`` (default: the time since the
+                last report), ``data_s`` (of that, waiting for data), ``allocated_bytes``, ``reserved_bytes``,
                 ``world_size``; anything else is kept as a finding.
         """
         if not os.environ.get(FOLDER_VARIABLE):
             return
         try:
             number = int(step)
-            # A loss on the device waits for it: only then is the step over.
+            # Reading a loss on the device waits for it: only then is the step over.
             measured = {"step": number, "loss": plain(loss), "tokens": plain(tokens), **values}
             measured.setdefault("step_time_s", self._elapsed(number))
             self._write(**measured)
@@ -161,19 +161,19 @@ class Reporter:
             self._complain(error)
 
     def begin(self, **values: Any) -> None:
-        """The first step begins now; without it the first step's time is unknown."""
+        """Mark the start of the first step; without it the first step's time is unknown."""
         self._seen = time.perf_counter()
         self._write(event="begin", **values)
 
     def end(self, **values: Any) -> None:
-        """Training is over."""
+        """Mark the end of training."""
         self._write(event="end", **values)
 
     def should_stop(self, step: int | None = None) -> bool:
-        """Whether enough steps were measured. All ranks are told the same step, so that they stop together.
+        """Whether enough steps were measured. All ranks get the same last step, so that they stop together.
 
         Args:
-            step: The last finished step; None: the one reported last.
+            step: The last finished step; None: the last one reported.
         """
         folder = os.environ.get(FOLDER_VARIABLE)
         if not folder:
@@ -185,7 +185,7 @@ class Reporter:
             return False
 
     def _elapsed(self, step: int) -> float | None:
-        """Seconds per step since the last report; None at the first."""
+        """Return seconds per step since the last report; None at the first."""
         now, seen, steps = time.perf_counter(), self._seen, step - self._step
         self._seen, self._step = now, step
         return None if seen is None or steps < 1 else (now - seen) / steps
@@ -198,7 +198,7 @@ class Reporter:
             self._complain(error)
 
     def _complain(self, error: BaseException) -> None:
-        """Says once what went wrong, where the tuner sees it; training goes on."""
+        """Report an error once, where the tuner sees it; training continues."""
         self._silent = self._silent or isinstance(error, OSError)
         if not self._has_complained:
             self._has_complained = True

@@ -1,7 +1,7 @@
-"""Many candidates as columns: the distinct values of each field, and for every candidate which of them it has.
+"""Many candidates as columns: the distinct values of each field, and an index into them per candidate.
 
-A million candidates then take 32 MB, and what depends on few fields is worked out once for each combination of those
-that occurs, instead of once per candidate. Candidates themselves are made when they are asked for.
+A million candidates take 32 MB. Whatever depends on few fields is computed once per combination of their values, not
+once per candidate. Candidates themselves are created on access.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 FIELDS = tuple(field.name for field in dataclasses.fields(Candidate))
 Codes = NDArray[np.int32]
 _DIRECT = 1 << 22
-"""Numbers up to which combinations are told apart by a table of them; beyond they are sorted."""
+"""Largest number of combinations to index by a table; beyond it they are sorted."""
 _ROWS_AT_ONCE = 4096
 
 
@@ -30,8 +30,8 @@ class CandidateTable(Sequence[Candidate]):
     """Candidates in a fixed order.
 
     Args:
-        values: by field of :class:`Candidate`, its distinct values.
-        codes: by field, the place of each candidate's value among them, shape (n,).
+        values: the distinct values of each field of :class:`Candidate`.
+        codes: by field, the index of each candidate's value, shape (n,).
     """
 
     def __init__(self, values: Mapping[str, tuple[Any, ...]], codes: Mapping[str, Codes]) -> None:
@@ -40,7 +40,7 @@ class CandidateTable(Sequence[Candidate]):
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> CandidateTable:
-        """The table of candidates made one by one; one that is a table stays the same."""
+        """Make a table of candidates; return a table unchanged."""
         if isinstance(candidates, CandidateTable):
             return candidates
         listed = tuple(candidates)
@@ -90,14 +90,14 @@ class CandidateTable(Sequence[Candidate]):
         return self.row_of(candidate) is not None
 
     def index(self, candidate: Candidate, start: int = 0, stop: int | None = None) -> int:
-        """As of any sequence."""
+        """Same as for any sequence."""
         row = self.row_of(candidate)
         if row is None or not start <= row < (self._num if stop is None else stop):
             raise ValueError("unknown candidate")
         return row
 
     def row_of(self, candidate: object) -> int | None:
-        """The first row of the candidate, None where it is not in the table."""
+        """Return the first row of the candidate; None if it is not in the table."""
         if not isinstance(candidate, Candidate):
             return None
         codes = [self.places[name].get(getattr(candidate, name), -1) for name in FIELDS]
@@ -111,7 +111,7 @@ class CandidateTable(Sequence[Candidate]):
         return int(rows[0]) if rows.size else None
 
     def rows_in(self, other: CandidateTable) -> NDArray[np.intp]:
-        """By row, the first row of the same candidate in ``other``; -1 where there is none."""
+        """For each row, return the first row of the same candidate in ``other``; -1 if there is none."""
         num, columns = len(other), []
         for name in FIELDS:
             places = dict(other.places[name])
@@ -122,11 +122,11 @@ class CandidateTable(Sequence[Candidate]):
         return np.asarray(np.where(found < num, found, -1), dtype=np.intp)
 
     def take(self, rows: Any) -> CandidateTable:
-        """The candidates of ``rows``: indices or a mask."""
+        """Select ``rows``: indices or a mask."""
         return CandidateTable(self.values, {name: codes[rows] for name, codes in self.codes.items()})
 
     def followed_by(self, others: Sequence[Candidate]) -> CandidateTable:
-        """This table with ``others`` at its end, one row for each of them that is not in it yet."""
+        """Return this table with those of ``others`` appended that it lacks."""
         new = tuple(other for other in dict.fromkeys(others) if other not in self)
         if not new:
             return self
@@ -139,10 +139,9 @@ class CandidateTable(Sequence[Candidate]):
         return CandidateTable(values, codes)
 
     def combinations(self, reads: Sequence[str]) -> tuple[NDArray[np.intp], Codes]:
-        """The combinations that occur of what ``reads`` names: fields, or attributes of theirs like ``layout.tp``.
+        """Find the combinations that occur of the fields in ``reads``, or of their attributes, such as ``layout.tp``.
 
-        Returns a row of each combination, in order of their appearance, and for every row the place of its combination
-        among them.
+        Returns one row of each combination, in order of appearance, and for every row the index of its combination.
         """
         key = np.zeros(self._num, dtype=np.int64)
         size = 1
@@ -155,7 +154,7 @@ class CandidateTable(Sequence[Candidate]):
         return _firsts(*_compact(key, size))
 
     def each(self, reads: Sequence[str], made: Callable[[Candidate], T]) -> tuple[list[T], Codes]:
-        """``made`` of a candidate for each combination of what ``reads`` names, and every row's place among them."""
+        """Apply ``made`` to one candidate of each combination of ``reads``; return the results and each row's index."""
         firsts, places = self.combinations(reads)
         return [made(candidate) for candidate in self.take(firsts)], places
 
@@ -180,9 +179,9 @@ class CandidateTable(Sequence[Candidate]):
 
 
 def combined(codes: Sequence[tuple[Codes, int]]) -> tuple[NDArray[np.intp], Codes]:
-    """A row of each combination of numbers that occurs, in order of appearance, and every row's place among them.
+    """Return one row of each combination of codes, in order of appearance, and every row's index among them.
 
-    ``codes``: arrays of shape (n,), each with the number that all of its entries are below.
+    ``codes``: arrays of shape (n,), each with an exclusive upper bound of its entries.
     """
     key = np.zeros(len(codes[0][0]), dtype=np.int64)
     size = 1
@@ -195,7 +194,7 @@ def combined(codes: Sequence[tuple[Codes, int]]) -> tuple[NDArray[np.intp], Code
 
 
 def _compact(key: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], int]:
-    """The same numbers without gaps between them."""
+    """Renumber without gaps."""
     if size > max(_DIRECT, 4 * len(key)):
         distinct, places = np.unique(key, return_inverse=True)
         return places.astype(np.int64), len(distinct)

@@ -1,4 +1,4 @@
-"""Opens the cluster that a sweep asks for: the one place that chooses a backend, and imports only that one."""
+"""Opens the cluster that a sweep requests. Only this module chooses a backend, and it imports only the chosen one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cluster.node.agent import PRELOAD
 from cluster.queue import Admission, Grant, HostAdmission, Unlimited, devices_of
 
 WAIT_S = 120.0
-"""How long to wait for a lease without a callback that reports the wait."""
+"""Longest wait for a lease without a callback that reports the wait."""
 INFEASIBLE_WAIT_S = 5.0
-"""How long to wait for nodes that the cluster does not have: they may still be joining."""
+"""Longest wait for nodes that the cluster does not have: they may still be joining."""
 BEAT_S = 1.0
 """Pause between two renewals of the claim."""
 
@@ -25,14 +25,14 @@ BEAT_S = 1.0
 def connect(
     request: ClusterRequest, *, workdir: Path, on_wait: OnWait | None = None, preload: Sequence[str] = PRELOAD
 ) -> Cluster:
-    """Lease nodes: wait until ``min_nodes`` are held. More of them join later.
+    """Lease nodes: wait until ``min_nodes`` are held. Further nodes join later.
 
     Args:
         preload: modules the fork servers import once for all ranks.
 
     Raises:
-        ClusterError: nothing answers at the address, or it cannot give what is asked for, or not in time, or all of it
-            is excluded.
+            ClusterError: the address does not answer, the cluster cannot fulfil the request (in time), or every node is
+                excluded.
     """
     wait = _Wait(request, on_wait)
     try:
@@ -46,7 +46,7 @@ def connect(
 
 
 class _Wait:
-    """Waits for nodes, and gives up when that has taken too long."""
+    """Waits for nodes up to a time limit."""
 
     def __init__(self, request: ClusterRequest, on_wait: OnWait | None) -> None:
         self._on_wait = on_wait
@@ -55,10 +55,10 @@ class _Wait:
         self._begun_at_s = time.monotonic()
 
     def report(self, reason: str, *, is_infeasible: bool = False) -> None:
-        """Tell whoever listens why there is still no lease.
+        """Report why there is still no lease.
 
         Raises:
-            ClusterError: it has taken too long.
+            ClusterError: the time limit has passed.
         """
         waited_s = time.monotonic() - self._begun_at_s
         is_hopeless = is_infeasible and self._on_wait is None and waited_s > INFEASIBLE_WAIT_S
@@ -79,7 +79,7 @@ def _opened(cluster: Cluster, excluded: Excluded | None) -> Cluster:
 
 
 def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Sequence[str]) -> Cluster:
-    """This host, once no other sweep holds it."""
+    """Lease this host once no other sweep holds it."""
     node = _discover(request)
     admission: Admission = Unlimited()
     if request.claim is not None and request.queue_folder is not None:
@@ -131,10 +131,10 @@ def _beat(cluster: Cluster, request: ClusterRequest) -> Grant:
 
 
 def describe(request: ClusterRequest) -> Topology | None:
-    """What :func:`connect` would use at most, without starting anything; None where only the cluster itself knows.
+    """Return the most that :func:`connect` would use, without starting anything; None if only the cluster knows.
 
     Raises:
-        ClusterError: this host cannot give what is asked for, or all of it is excluded.
+        ClusterError: this host cannot fulfil the request, or all of it is excluded.
     """
     topology = _described(request)
     if topology is None or request.excluded is None:
@@ -146,7 +146,7 @@ def _described(request: ClusterRequest) -> Topology | None:
     if request.simulation is not None:
         return _simulated_topology(request, request.simulation)
     if request.kind == "ray" and (request.address is not None or request.min_nodes > 1):
-        return None  # several nodes are a cluster's, whose address may still be given
+        return None  # several nodes need a cluster, whose address may still follow
     try:
         return Topology(nodes=(_discover(request),))
     except DeviceError as error:
@@ -154,7 +154,7 @@ def _described(request: ClusterRequest) -> Topology | None:
 
 
 def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
-    """The clock of a cluster in virtual time, beginning at ``start_s``; None where time is the host's."""
+    """Return the clock of a virtual cluster, which starts at ``start_s``; None if time is the host's."""
     from cluster.virtual import VirtualCluster
 
     if not isinstance(cluster, VirtualCluster):
@@ -204,7 +204,7 @@ def _discover(request: ClusterRequest) -> Node:
 
 
 def _without_nodes(topology: Topology, names: Collection[str]) -> Topology:
-    """``topology`` without the nodes named.
+    """Return ``topology`` without the named nodes.
 
     Raises:
         ClusterError: none is left.
@@ -217,7 +217,7 @@ def _without_nodes(topology: Topology, names: Collection[str]) -> Topology:
 
 
 def _release_excluded(cluster: Cluster, excluded: Excluded) -> None:
-    """Give back the excluded nodes among those held.
+    """Give back held nodes that are excluded.
 
     Raises:
         ClusterError: none is left.

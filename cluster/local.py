@@ -23,12 +23,12 @@ from cluster.queue import Admission, Unlimited
 
 
 class LocalCluster:
-    """A :class:`cluster.base.Cluster` of one node: this host. It is held from the beginning.
+    """A :class:`cluster.base.Cluster` of one node, this host, which it holds from the start.
 
     Args:
-        workdir: takes a folder per attempt, named by its id, with each rank's log and result.
-        node: what to offer; by default what :func:`discover_node` finds.
-        admission: the queue of those who share this host.
+        workdir: folder for the attempts; each has a subfolder, named by its id, with its ranks' logs and results.
+        node: the node to offer; by default the result of :func:`discover_node`.
+        admission: the queue of the sweeps that share this host.
         preload: modules the fork server imports once for all ranks.
         env: added to the environment of the fork server, which ranks inherit.
     """
@@ -124,5 +124,5 @@ class LocalCluster:
         self.close()
 
     def _send(self, node: str, attempt_id: str, order: GangOrder) -> None:
-        del node  # there is but one
+        del node  # there is only one
         self._agent.order(attempt_id, order)

@@ -1,4 +1,4 @@
-"""The profile of a cluster that a probe measures: rates per node, the network between nodes, and slow nodes."""
+"""A cluster's profile, measured by a probe: rates per node, the network between nodes, and slow nodes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from trials.outcome import Measured, Outcome
 from trials.reports import Link, MatmulRate, MessageTime, Part, RankRates, Rate, probe_spec
 
 SLOW_RATIO = 0.9
-"""A node is slow where a rate of it is below this share of the usual one ..."""
+"""A node is slow if one of its rates is below this share of the usual one ..."""
 SLOW_DEVIATIONS = 3.0
-"""... and lies further below it than so many robust standard deviations (1.4826 x MAD of the logarithms)."""
+"""... and below it by more than this many robust standard deviations (1.4826 x MAD of the logarithms)."""
 MIN_DEVIATION = 0.01
-"""Least standard deviation of the logarithms that is assumed: nodes may be all alike."""
+"""Least assumed standard deviation of the logarithms: nodes may be identical."""
 
 R = TypeVar("R", bound=Rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRates:
-    """Rates of a node's slowest device, for which gangs wait."""
+    """Rates of a node's slowest device, which gangs wait for."""
 
     node: str
     num_devices: int
@@ -45,10 +45,10 @@ class NodeRates:
     transfer: Link | None = None
     """Transfer to and from the same device of another node, per device, all devices at once."""
     failure: str = ""
-    """Why nothing was measured; empty where something was."""
+    """Reason why nothing was measured; empty if something was."""
 
     def figures(self) -> Iterator[tuple[str, float]]:
-        """Names and rates that nodes are compared by; more is better."""
+        """Yield names and rates for comparing nodes; more is better."""
         for name, matmul in self.matmul_flops_per_s.items():
             yield f"matmul {name}", matmul.per_s
         for name, copy in self.copy_bytes_per_s.items():
@@ -61,7 +61,7 @@ class NodeRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFigure:
-    """A rate of a node that lies well below the usual one."""
+    """A node's rate that is far below the usual one."""
 
     node: str
     figure: str
@@ -91,11 +91,11 @@ class Profile:
     """Wall-clock time."""
     nodes: tuple[NodeRates, ...]
     networks: tuple[Network, ...] = ()
-    """All-reduces over all nodes measured, and, where some of them are slow, over the others."""
+    """All-reduces over all measured nodes and, if some are slow, over the others."""
 
     @property
     def network(self) -> Network | None:
-        """The all-reduce over most of the profile's nodes and no others; else the smallest over all of them."""
+        """The all-reduce over the most nodes of the profile and no others; else the smallest over all of them."""
         names = {node.node for node in self.measured}
         inside = [network for network in self.networks if names.issuperset(network.nodes)]
         around = [network for network in self.networks if names.issubset(network.nodes)]
@@ -104,11 +104,11 @@ class Profile:
         return min(around, key=lambda network: len(network.nodes), default=None)
 
     def only(self, names: Collection[str]) -> Profile:
-        """The profile of these nodes only."""
+        """Return the profile of these nodes only."""
         return replace(self, nodes=tuple(node for node in self.nodes if node.node in names))
 
     def updated(self, newer: Profile) -> Profile:
-        """This profile with the nodes that a later probe measured in place of the same ones."""
+        """Return this profile with its nodes replaced by those of a later probe."""
         measured = {node.node for node in newer.nodes}
         kept = tuple(node for node in self.nodes if node.node not in measured)
         return replace(
@@ -137,7 +137,7 @@ class Profile:
 
 
 def slowest_by_name(rates: Iterable[Mapping[str, R]]) -> dict[str, R]:
-    """The lowest rate of each name in any of ``rates``."""
+    """Return the lowest rate of each name in any of ``rates``."""
     slowest: dict[str, R] = {}
     for named in rates:
         for name, rate in named.items():
@@ -146,10 +146,10 @@ def slowest_by_name(rates: Iterable[Mapping[str, R]]) -> dict[str, R]:
 
 
 def slow_figures(nodes: Sequence[NodeRates]) -> tuple[SlowFigure, ...]:
-    """Every rate that is an outlier to the slow side, worst first.
+    """Return every rate that is an outlier to the slow side, worst first.
 
-    The usual rate is the median. Of two nodes none is usual: the faster stands for both, and the slower is an outlier
-    below ``SLOW_RATIO`` of it, however much they scatter.
+    The usual rate is the median. With two nodes it is the faster one's, and the slower is an outlier below
+    ``SLOW_RATIO`` of it, however much they scatter.
     """
     by_figure: dict[str, dict[str, float]] = {}
     for node in nodes:
@@ -169,11 +169,11 @@ def _slow(figure: str, rates: Mapping[str, float]) -> Iterator[SlowFigure]:
             yield SlowFigure(node=node, figure=figure, per_s=per_s, usual_per_s=math.exp(usual))
 
 
-# Updates the prior of the cost model's coefficients by a probe: measured rates observe its logarithms.
+# Updates the prior of the cost model's coefficients by a probe: measured rates are observations of logarithms.
 
 
 MATMUL_STD = 0.08
-"""Standard deviation of the logarithm of a matmul rate in training against a probe's, for each number format apart."""
+"""Standard deviation of the logarithm of a matmul rate in training against a probe's, per number format."""
 MATMUL_COMMON_STD = 0.08
 """The same for all formats together: training runs hotter, and its matrices are not square."""
 STD = {
@@ -183,9 +183,9 @@ STD = {
     "collective_latency_s": 0.4,
     "transfer_latency_s": 0.5,
 }
-"""How far (standard deviation of logarithms) the best value for training may lie from what a probe measures: other
-kernels than a copy, collectives beside computation, other jobs on the network. Judgement; the samples' own scatter
-comes on top."""
+"""Standard deviations of the logarithm of the best value for training relative to the probe's: kernels other than a
+copy, collectives that overlap computation, other jobs on the network. By judgement. The samples' scatter comes on
+top."""
 MAX_ITERATIONS = 30
 
 
@@ -203,10 +203,10 @@ class _Observation:
 
 
 def with_probe(prior: Prior, profile: Profile, cluster: ClusterDescription) -> Prior:
-    """The prior of the time coefficients after a probe of ``cluster``, whose figures the rates are compared to.
+    """Return the prior of the time coefficients after a probe, with rates relative to the figures of ``cluster``.
 
-    Rates are those of the slowest node of ``profile``: a gang waits for it. Leave nodes that are not used out of the
-    profile first (:meth:`Profile.only`). What was not measured, or has no figure to compare to, moves nothing.
+    Rates are those of the slowest node of ``profile``: a gang waits for it. First remove unused nodes from the profile
+    (:meth:`Profile.only`). Rates that were not measured, or have no figure to compare to, change nothing.
     """
     matmuls = _known_matmuls(profile, cluster.accelerator)
     observations = list(_observations(profile, cluster))
@@ -227,7 +227,7 @@ def with_probe(prior: Prior, profile: Profile, cluster: ClusterDescription) -> P
 
 
 def _updated(prior: Prior, predict: Any, measured: Array, noise: Array) -> Prior:
-    """Bayes' rule for a normal prior and normal errors; where ``predict`` bends, linearised at the most likely point.
+    """Apply Bayes' rule to a normal prior and normal errors, with ``predict`` linearised at the most likely point.
 
     ``noise`` is the covariance of the errors. (Iterated extended Kalman update: Bell and Cathey, IEEE Transactions on
     Automatic Control 38(2), 1993.)
@@ -246,7 +246,7 @@ def _updated(prior: Prior, predict: Any, measured: Array, noise: Array) -> Prior
 
 
 def _known_matmuls(profile: Profile, accelerator: Accelerator) -> list[tuple[float, MatmulRate]]:
-    """Peak and slowest rate of every number format that has both."""
+    """Return peak and slowest rate of every number format that has both."""
     rates = slowest_by_name(node.matmul_flops_per_s for node in profile.measured)
     return [(accelerator.peak_flops_per_s[name], rates[name]) for name in rates if name in accelerator.peak_flops_per_s]
 
@@ -275,7 +275,7 @@ def _observations(profile: Profile, cluster: ClusterDescription) -> Iterator[_Ob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowestRates:
-    """Lowest rates of a profile's nodes: device memory, fast links, network; None where nothing was measured."""
+    """Lowest rates of a profile's nodes: device memory, fast links, network; None if not measured."""
 
     memory: Rate | None
     link: Link | None
@@ -284,7 +284,7 @@ class SlowestRates:
 
 
 def slowest_rates(profile: Profile, cluster: ClusterDescription) -> SlowestRates:
-    """The profile's lowest rates. The network counts as fast links where those join all nodes measured, as in racks."""
+    """Return the profile's lowest rates. The network counts as fast links if those join all nodes, as in racks."""
     nodes = profile.measured
     copies = [node.copy_bytes_per_s["device"] for node in nodes if "device" in node.copy_bytes_per_s]
     links = [node.all_reduce for node in nodes if node.all_reduce is not None]
@@ -305,9 +305,9 @@ def slowest_rates(profile: Profile, cluster: ClusterDescription) -> SlowestRates
 
 
 def with_measured_figures(cluster: ClusterDescription, profile: Profile) -> ClusterDescription:
-    """The description with measured rates in place of those figures that the catalogue only estimates.
+    """Return the description with measured rates instead of the catalogue's estimates.
 
-    Data sheets stay: there the coefficients say what share of the figure is reached. Call before :func:`with_probe`.
+    Figures of data sheets stay: coefficients express the share that is reached. Call before :func:`with_probe`.
     """
     accelerator = cluster.accelerator
     found = slowest_rates(profile, cluster)
@@ -332,7 +332,7 @@ def _is_estimate(accelerator: Accelerator, figure: str) -> bool:
     return accelerator.sources[figure].startswith("estimate")
 
 
-# Measures the nodes of a lease with one gang per node, all at once, then the network with a gang over all nodes.
+# Measures all nodes of a lease at once with one gang each, then the network with a gang over all nodes.
 
 
 logger = logging.getLogger(__name__)
@@ -342,13 +342,13 @@ DEADLINES = Deadlines(starting_s=180.0, warmup_s=60.0, measuring_s=60.0, stall_s
 POLL_S = 0.5
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how many gangs are done, and of how many."""
+"""Called with the part being measured, the number of finished gangs, and their total."""
 
 
 def probe(cluster: Cluster, *, at_s: float, progress: Progress = lambda *_: None) -> Profile:
-    """Measure every node of the lease; nodes on which that fails are part of the result, with the reason.
+    """Measure every node of the lease. The result includes failed nodes with the reason.
 
-    ``DEADLINES`` bound how long it may take; it takes seconds where nothing is wrong.
+    ``DEADLINES`` limit its duration, usually seconds.
     """
     nodes = cluster.topology.nodes
     first = nodes[0]
@@ -375,8 +375,8 @@ def probe(cluster: Cluster, *, at_s: float, progress: Progress = lambda *_: None
 def _network(
     cluster: Cluster, nodes: Sequence[Node], progress: Progress
 ) -> tuple[dict[str, tuple[RankRates, ...]], tuple[Network, ...]]:
-    """Run a gang over all nodes, with as many ranks on each as the smallest has devices. Returns what each node's ranks
-    measured, and the network; both are empty for fewer than two nodes, or where the gang fails."""
+    """Run a gang over all nodes, with as many ranks on each as the smallest has devices. Return the rates of each
+    node's ranks, and the network; both are empty for fewer than two nodes, or if the gang fails."""
     if len(nodes) < 2:
         return {}, ()
     per_node = min(node.num_devices for node in nodes)
@@ -393,7 +393,7 @@ def _network(
 
 
 def _launch(node: Node, parts: Sequence[Part], devices: Sequence[Device]) -> GangLaunch:
-    """A gang that measures ``parts`` on ``devices``, which are of the same kind as those of ``node``."""
+    """Return a gang that measures ``parts`` on ``devices``, of the same kind as those of ``node``."""
     token = uuid4().hex
     return GangLaunch(
         attempt_id=f"probe-{token[:8]}",
@@ -406,7 +406,7 @@ def _launch(node: Node, parts: Sequence[Part], devices: Sequence[Device]) -> Gan
 
 
 def _run(cluster: Cluster, launches: Mapping[str, GangLaunch], progress: Callable[[int], None]) -> dict[str, Outcome]:
-    """Run all gangs at the same time; return the outcome of each by its name."""
+    """Run all gangs at once; return each one's outcome by name."""
     names = {launch.attempt_id: name for name, launch in launches.items()}
     outcomes: dict[str, Outcome] = {}
     progress(0)
@@ -421,7 +421,7 @@ def _run(cluster: Cluster, launches: Mapping[str, GangLaunch], progress: Callabl
 
 
 def _ranks(outcome: Outcome) -> tuple[RankRates, ...]:
-    """The rates that each rank measured, in rank order; empty for a gang that failed."""
+    """Return each rank's rates, in rank order; empty for a failed gang."""
     return outcome.measurement.findings.rates if isinstance(outcome, Measured) else ()
 
 
@@ -442,7 +442,7 @@ def _node_rates(node: Node, alone: Sequence[RankRates], across: Sequence[RankRat
 
 
 def slowest_link(links: Iterable[Link | None]) -> Link | None:
-    """The longest time of any of ``links``, for every message size that all of them have."""
+    """Return the longest time of any of ``links``, for every message size that all of them have."""
     known = [link for link in links if link is not None]
     if not known:
         return None

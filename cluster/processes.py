@@ -1,4 +1,4 @@
-"""Processes as Linux shows and governs them: their state, adopting orphans, dying with the parent, killing all."""
+"""Linux processes: their state, adopting orphans, dying with the parent, killing all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
 _SETTLE_S = 0.002
-"""Pause before looking again whether processes that were sent SIGKILL are gone."""
+"""Pause between two checks whether killed processes are gone."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """The command line that runs ``module`` in another interpreter like this one, as ``python -m`` does, but safely:
-    nothing is imported from the folder in which it is started, which is the user's and may hold files that are called
-    like our packages or like those of the standard library."""
+    """Return the command line that runs ``module`` in an interpreter like this one, as ``python -m`` does, but safely:
+    nothing is imported from the current folder, which is the user's and may contain files with the names of our
+    packages or of the standard library."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -42,7 +42,7 @@ def adopt_orphans() -> None:
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies.
 
-    The signal is sent when the parent *thread* that forked ends: use it only below single-threaded parents, or where
+    The kernel signals when the parent *thread* that forked ends. Use this only below single-threaded parents, or where
     that thread is known to last.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -59,9 +59,9 @@ def children() -> list[int]:
 def kill_descendants(timeout_s: float = math.inf) -> list[int]:
     """Kill and reap every descendant of this process, which must have called :func:`adopt_orphans`.
 
-    Orphans surface as children when their parents die; that ``waitpid`` finds no child any more is the kernel's word
-    that no descendant exists. Returns the pids of those that cannot be killed within ``timeout_s``, as when they hang
-    in a driver.
+    Orphans become children of this process when their parents die. So when ``waitpid`` finds no child, the kernel
+    confirms that no descendant exists. Returns the pids of those that could not be killed within ``timeout_s``, such as
+    processes stuck in a driver.
     """
     give_up_s = time.monotonic() + timeout_s
     try:
@@ -85,22 +85,22 @@ def kill(pid: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """What ``/proc/PID/stat`` tells of a process."""
+    """The state of a process, from ``/proc/PID/stat``."""
 
     state: str
-    """The letter of proc(5), for example T: stopped by a signal, Z: ended, but not yet reaped."""
+    """State letter of proc(5), for example T (stopped by a signal) or Z (ended, not yet reaped)."""
     parent_pid: int
     started_at: int
-    """Clock ticks from the host's boot to the process's start. With the pid it names one process: pids are reused."""
+    """Clock ticks from boot to the process's start. Identifies the process together with its pid, which is reused."""
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended; one that only waits to be reaped has."""
+        """Whether the process has not ended. A process that waits to be reaped has ended."""
         return self.state not in "ZX"
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    """State, parent and start of a process; None when there is none with this pid."""
+    """Return state, parent and start of a process; None if no process has this pid."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -109,7 +109,7 @@ def process_info(pid: int) -> ProcessInfo | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of all processes below ``pid``, as far as they still have a parent there."""
+    """Return the pids of all processes below ``pid`` whose parents are still alive there."""
     found, parents = list[int](), [pid]
     while parents:
         parents = [child for parent in parents for child in _children_of(parent)]
@@ -126,7 +126,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 def _threads_of(pid: int) -> list[Path]:
-    """Folders of the process's threads; empty once it is gone. A glob would fail if one ended between two calls."""
+    """Return the folders of a process's threads; empty once it is gone. A glob would fail if a thread ended."""
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -134,23 +134,23 @@ def _threads_of(pid: int) -> list[Path]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal, and would not be ended by it."""
+    """Whether the process has a handler for the signal, which would otherwise end it."""
     return _has_signal(Path(f"/proc/{pid}/status"), "SigCgt", number)
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether the signal was sent to the process and has not reached it yet."""
+    """Whether the signal was sent to the process and not delivered yet."""
     return _has_signal(Path(f"/proc/{pid}/status"), "ShdPnd", number)
 
 
 def blocking(pid: int, number: int) -> frozenset[str]:
-    """The threads of the process, by their numbers, that do not take the signal now. One that handles it is among
-    them, as it takes no other until its handler returns (unless that was registered with ``SA_NODEFER``)."""
+    """Return the process's threads, by number, that block the signal now. A thread that is handling it counts: it takes
+    no further one until its handler returns (unless registered with ``SA_NODEFER``)."""
     return frozenset(task.name for task in _threads_of(pid) if _has_signal(task / "status", "SigBlk", number))
 
 
 def _has_signal(status: Path, mask: str, number: int) -> bool:
-    """Whether the signal is in a mask of proc(5)'s ``status``; not where the process is gone."""
+    """Whether the signal is in a mask of proc(5)'s ``status``; False once the process is gone."""
     try:
         lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -160,7 +160,7 @@ def _has_signal(status: Path, mask: str, number: int) -> bool:
 
 
 def close_inherited(keep: Container[int]) -> None:
-    """Close every file descriptor above standard error but those in ``keep``: for use right after a fork."""
+    """Close every file descriptor above standard error except those in ``keep``. For use right after a fork."""
     for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if fd > 2 and fd not in keep:
             with contextlib.suppress(OSError):
@@ -168,16 +168,17 @@ def close_inherited(keep: Container[int]) -> None:
 
 
 def make_preferred_oom_victim() -> None:
-    """Have the kernel's out-of-memory killer choose this process before the ones that watch it."""
+    """Make the kernel's out-of-memory killer choose this process before those that watch it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def collapse_pages() -> None:
-    """Move this process's heap into huge pages, where the kernel can (Linux 6.1).
+    """Move this process's heap into huge pages, if the kernel supports it (Linux 6.1).
 
-    Forking and ending a process costs time per page mapped: with torch's 140 MiB of heap this takes three quarters
-    off a fork, and half off a child's life.
+    Forking and ending a process costs time per mapped page. With torch's heap of 140 MiB, this saves three quarters of
+    a
+    fork's time and half of a child's lifetime.
     """
     for mapping in Path("/proc/self/maps").read_text().splitlines():
         span, access, _, _, _, *name = mapping.split()

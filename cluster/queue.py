@@ -1,6 +1,4 @@
-"""Which of the sweeps that share a cluster may hold how many nodes. Imports ``hardware`` and ``processes``; knows no
-backend.
-"""
+"""Shares a cluster's nodes among sweeps. Imports ``hardware`` and ``processes``, and no backend."""
 
 from __future__ import annotations
 
@@ -21,31 +19,28 @@ from cluster.hardware.topology import Node, path_safe
 from cluster.processes import process_info
 from trials.files import CodecError, from_json, make_private_folder, to_json, write_atomically
 
-# Which of the sweeps that share a cluster may hold how many of its nodes. Pure and deterministic but for the protocol.
+# How many nodes each sweep that shares a cluster may hold. Pure and deterministic except for the protocol.
 #
-# Every sweep puts in a :class:`Claim` every second or two and is granted nodes by :func:`share`:
+# Every sweep renews a :class:`Claim` every second or two. :func:`share` grants nodes:
 #
-# 1. Each gets its ``min_nodes`` or nothing, in this order: higher priority first; then who holds nodes already, so
-# that
-#    equals never take a running sweep's last nodes; then the queue with the fewest nodes per weight; then who came
-#    first.
-#    One that must wait for nodes blocks later ones of the same priority, or large ones would wait for ever. Lower
-#    priorities may use what is left: it can be taken from them again.
-# 2. What remains goes node by node to those below ``max_nodes``, by priority, then fairly by the weight of their
-# queue.
+# 1. Each sweep gets its ``min_nodes`` or nothing, in this order: higher priority; sweeps that hold nodes already, so
+#    that an equal never takes a running sweep's last nodes; the queue with the fewest nodes per weight; the earlier
+#    sweep. A sweep that must wait blocks later ones of its priority, or large sweeps would wait forever. Lower
+#    priorities may use what is left, because it can be taken from them again.
+# 2. The rest goes node by node to sweeps below ``max_nodes``: by priority, then fairly by their queues' weights.
 #
-# Nobody gets more than his user's quota.
+# No user gets more than their quota.
 
 
-EVERYBODY = "*"
-"""In quotas: users who are not named."""
+ALL_USERS = "*"
+"""Users without a quota of their own."""
 NUM_NAMED = 3
-"""Most other sweeps that a reason names."""
+"""Most other sweeps named in a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one sweep wants of a shared cluster, and what it holds of it."""
+    """A sweep's request for a share of a cluster, and what it holds of it."""
 
     sweep: str
     user: str
@@ -55,23 +50,23 @@ class Claim:
     max_nodes: int = 1
     devices_per_node: int = 1
     held: int = 0
-    """Nodes it holds now."""
+    """Nodes held now."""
     submitted_at_s: float = 0.0
     home: str = ""
-    """Where its records are: tells sweeps of one name apart."""
+    """Folder of its records; distinguishes sweeps of the same name."""
 
     @property
     def key(self) -> str:
-        """What tells it from the claims of all other sweeps."""
+        """Unique key among all claims."""
         return f"{self.home}/{self.sweep}" if self.home else self.sweep
 
     @property
     def floor(self) -> int:
-        """The fewest nodes that are of use to it: a lease that lost nodes goes on with those it has."""
+        """Fewest usable nodes: a lease that lost nodes continues with those it has."""
         return min(self.min_nodes, self.held) or self.min_nodes
 
     def label(self, reader: Claim) -> str:
-        """The sweep in words for the owner of another claim: with its home where that is a different one."""
+        """Describe the sweep to the owner of another claim; with its home if that differs."""
         host, _, folder = self.home.rpartition(":")
         is_near = host == reader.home.rpartition(":")[0]
         where = f" in {folder if is_near else self.home}" if self.home != reader.home else ""
@@ -81,42 +76,42 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """How many nodes a sweep may hold; 0: none, give back what is held."""
+    """Number of nodes that a sweep may hold; 0: give all back."""
 
     num_nodes: int
     reason: str = ""
-    """Why that is fewer than asked for, for people; empty where it is not."""
+    """Reason why it is fewer than requested, for display; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePolicy:
     quotas: Mapping[str, int] = field(default_factory=dict)
-    """User to the devices that all sweeps of this user may hold together; ``*`` stands for those not named."""
+    """By user, the devices that all their sweeps may hold together; ``*``: all other users."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Queue to its share relative to others, 1 where none is named."""
+    """By queue, its share relative to others; 1 by default."""
 
     def quota(self, user: str) -> int | None:
-        return self.quotas.get(user, self.quotas.get(EVERYBODY))
+        return self.quotas.get(user, self.quotas.get(ALL_USERS))
 
     def weight(self, queue: str) -> float:
         return self.weights.get(queue, 1.0)
 
 
 class Admission(Protocol):
-    """A sweep's place in the queue of those who share a cluster."""
+    """A sweep's place in the queue of a shared cluster."""
 
     def beat(self, claim: Claim) -> Grant:
-        """Renew the claim, about once a second, and learn what it is worth now. Returns soon whatever happens, and
-        raises nothing: when the queue cannot be reached, what is held may be kept."""
+        """Renew the claim, about once a second, and return the present grant. Returns soon and raises nothing: while
+        the queue is unreachable, held nodes may be kept."""
         ...
 
     def leave(self) -> None:
-        """Give the place up. Idempotent."""
+        """Leave the queue. Idempotent."""
         ...
 
 
 class Unlimited:
-    """Nobody to share with: everything is granted."""
+    """Admission without other sweeps: everything is granted."""
 
     def beat(self, claim: Claim) -> Grant:
         return Grant(claim.max_nodes)
@@ -126,7 +121,7 @@ class Unlimited:
 
 
 def strictest(policies: Iterable[QueuePolicy]) -> QueuePolicy:
-    """What satisfies all of ``policies``: the lowest quota of each user, the lowest weight of each queue."""
+    """Combine policies: the lowest quota of each user, the lowest weight of each queue."""
     known = list(policies)
     users = {user for policy in known for user in policy.quotas}
     quotas = {user: [quota for policy in known if (quota := policy.quota(user)) is not None] for user in sorted(users)}
@@ -138,7 +133,7 @@ def strictest(policies: Iterable[QueuePolicy]) -> QueuePolicy:
 
 
 def share(claims: Iterable[Claim], num_nodes: int, policy: QueuePolicy) -> dict[str, Grant]:
-    """What each sweep may hold of ``num_nodes`` nodes, all alike, by the key of its claim."""
+    """Return each sweep's grant of ``num_nodes`` equal nodes, by the key of its claim."""
     division = _Division({claim.key: claim for claim in claims}, num_nodes, policy)
     division.give_least()
     division.give_rest()
@@ -146,7 +141,7 @@ def share(claims: Iterable[Claim], num_nodes: int, policy: QueuePolicy) -> dict[
 
 
 class _Division:
-    """Divides nodes among claims: first the least that each needs, then the rest."""
+    """Divides nodes among claims: first each one's minimum, then the rest."""
 
     def __init__(self, claims: Mapping[str, Claim], num_nodes: int, policy: QueuePolicy) -> None:
         self.claims = claims
@@ -163,7 +158,7 @@ class _Division:
             equals = [claim for claim in self.claims.values() if claim.priority == priority]
             holding = [claim for claim in equals if claim.held]
             blocked_by = self._give_each(holding, None)
-            for claim in sorted(holding, key=self._order):  # only when all have their floor
+            for claim in sorted(holding, key=self._order):  # only once all have their minimum
                 granted = self._granted[claim.key]
                 self._give(
                     claim, max(0, min(claim.min_nodes - granted, self._free, self._room(claim))) if granted else 0
@@ -171,7 +166,7 @@ class _Division:
             self._give_each([claim for claim in equals if not claim.held], blocked_by)
 
     def _give_each(self, claims: list[Claim], blocked_by: Claim | None) -> Claim | None:
-        """Give every claim its floor, up to the first that has to wait for nodes, which is returned."""
+        """Give each claim its minimum, up to the first that must wait for nodes; return that one."""
         while claims:
             claim = min(claims, key=self._order)
             claims = [other for other in claims if other is not claim]
@@ -216,14 +211,14 @@ class _Division:
         return 0 < granted < claim.max_nodes and self._room(claim) > 0
 
     def _room(self, claim: Claim) -> int:
-        """Nodes that the user's quota still allows."""
+        """Nodes left in the user's quota."""
         quota = self._policy.quota(claim.user)
         if quota is None:
             return self._num_nodes
         return max(0, quota - self._used_by_user.get(claim.user, 0)) // claim.devices_per_node
 
     def _can_ever_fit(self, claim: Claim) -> bool:
-        """Whether it would fit if all others gave their nodes back, but for those of the same user."""
+        """Whether it would fit if all other users' sweeps gave their nodes back."""
         return claim.floor <= min(self._num_nodes, self._room(claim))
 
     def _reason(self, claim: Claim, granted: int) -> str:
@@ -242,7 +237,7 @@ class _Division:
         return f"waits for {_nodes(target + num_with_others - self._num_nodes)} held by {self._others(claim)}"
 
     def _others(self, claim: Claim) -> str:
-        """The other sweeps that hold nodes, the most important first, in words."""
+        """Describe the other sweeps that hold nodes, the most important first."""
         others = [c for c in self.claims.values() if c.key != claim.key and self._granted[c.key]]
         named = sorted(others, key=lambda c: (-c.priority, -self._granted[c.key], c.key))
         more = f" and {len(named) - NUM_NAMED} more" if len(named) > NUM_NAMED else ""
@@ -253,27 +248,27 @@ def _nodes(number: int) -> str:
     return f"{number} node{'s' if number != 1 else ''}"
 
 
-# A queue of claims that expire, and what each of them is granted. No effects but reading a clock.
+# A queue of expiring claims with their grants. No side effects except reading a clock.
 
 
 EXPIRES_S = 30.0
-"""How long a claim stands without being renewed."""
+"""Lifetime of a claim without renewal, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEntry:
-    """A claim with what its owner knows."""
+    """A claim with its owner's view of the cluster."""
 
     claim: Claim
     num_nodes: int
-    """How many nodes the cluster has, as its owner sees it."""
+    """Number of the cluster's nodes, as the owner sees it."""
     policy: QueuePolicy = field(default_factory=QueuePolicy)
     renewed_at_s: float = 0.0
-    """When the claim was last renewed, by the queue's clock."""
+    """Time of the last renewal, by the queue's clock."""
     process: tuple[int, int] = (0, 0)
-    """Pid of the owner and when it started, on queues of one host."""
+    """Pid and start time of the owner, on queues of one host."""
     devices: tuple[str, ...] = ()
-    """The devices of the host that it uses, on queues of one host; empty: all."""
+    """The host's devices that it uses, on queues of one host; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +280,8 @@ class QueueRow:
 
 
 def divided(entries: Collection[QueueEntry]) -> dict[str, QueueRow]:
-    """The grant of each claim, by its key, the same for all who ask: where their views of the cluster differ, the
-    largest counts, and nodes held exist in any case."""
+    """Return the grant of each claim, by its key. It is the same for every reader: where their views of the cluster
+    differ, the largest counts, and held nodes always exist."""
     num_nodes = max([*(entry.num_nodes for entry in entries), sum(entry.claim.held for entry in entries)])
     claims = [entry.claim for entry in entries]
     grants = share(claims, num_nodes, strictest(entry.policy for entry in entries))
@@ -294,14 +289,14 @@ def divided(entries: Collection[QueueEntry]) -> dict[str, QueueRow]:
 
 
 class Queue:
-    """Claims that expire unless renewed. Takes and gives plain values, since other processes speak to it."""
+    """Claims that expire unless renewed. Takes and returns plain values, because other processes call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[str, QueueEntry] = {}
 
     def beat(self, entry: Any) -> Any:
-        """Take in an entry; return its grant."""
+        """Record an entry; return its grant."""
         now_s = self._clock()
         taken: QueueEntry = replace(from_json(QueueEntry, entry), renewed_at_s=now_s)
         self._entries[taken.claim.key] = taken
@@ -309,27 +304,27 @@ class Queue:
         return to_json(divided(self._entries.values())[taken.claim.key].grant)
 
     def leave(self, key: str) -> int:
-        """Forget a claim; return how many are left."""
+        """Remove a claim; return how many are left."""
         self._entries.pop(key, None)
         return len(self._entries)
 
 
-# The queue of a user's sweeps on this host: a file that they have in common, whatever their homes.
+# The queue of a user's sweeps on this host: a file shared by all of them, whatever their homes.
 #
-# Sweeps whose devices differ, such as GPUs 0-3 and 4-7, run at the same time; where devices overlap one waits.
+# Sweeps whose devices differ, such as GPUs 0-3 and 4-7, run at the same time. Where devices overlap, one waits.
 
 
 logger = logging.getLogger(__name__)
 
 HOST_EXPIRES_S = 600.0
-"""How long a living process may go without renewing its claim before it counts as hanging."""
+"""Time without renewal, in seconds, after which a living process counts as hanging."""
 
 LOCK_TIMEOUT_S = 2.0
-"""How long to wait for the lock: others hold it for milliseconds, unless they are stopped meanwhile."""
+"""Longest wait for the lock, in seconds. Other processes hold it for milliseconds unless they are stopped."""
 
 
 class HostAdmission:
-    """Admission to this host, one node. A claim ends when its process does."""
+    """Admission to this host, as one node. A claim ends with its process."""
 
     def __init__(
         self, folder: Path, policy: QueuePolicy, *, devices_per_node: int, devices: tuple[str, ...] = ()
@@ -355,7 +350,7 @@ class HostAdmission:
             with _locked(self._folder) as file:
                 entries = {**_read(file), claim.key: entry}
                 found = grant(entry, entries.values())
-                held = max(claim.held, found.num_nodes)  # what is granted is held, before the next beat confirms it
+                held = max(claim.held, found.num_nodes)  # a grant counts as held before the next beat confirms it
                 entries[claim.key] = replace(entry, claim=replace(entry.claim, held=held))
                 _write(file, entries)
         except OSError as error:
@@ -374,14 +369,14 @@ class HostAdmission:
 
 
 def devices_of(node: Node) -> tuple[str, ...]:
-    """Names of the devices that a sweep on this host uses: its accelerators, or the cores that it may run on."""
+    """Return the names of the devices that a sweep uses here: accelerators, or the cores it may run on."""
     if node.handles:
         return tuple(f"{node.device_kind}:{handle.uuid or handle.name}" for handle in node.handles)
     return tuple(f"core:{core}" for core in sorted(os.sched_getaffinity(0)))
 
 
 def grant(entry: QueueEntry, entries: Collection[QueueEntry]) -> Grant:
-    """What an entry is granted: its devices, unless another entry that needs one of them comes first."""
+    """Grant an entry its devices, unless another entry that needs one of them comes first."""
     claim = entry.claim
     others = [other for other in entries if other.claim.key != claim.key]
     rivals = [other.claim for other in others if _overlap(entry, other)]
@@ -408,7 +403,7 @@ def _file(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """The queue's file, while no other process writes it.
+    """Return the queue's file, locked against other processes.
 
     Raises:
         OSError: the lock was not free within :data:`LOCK_TIMEOUT_S`, or the folder cannot be used.
@@ -420,7 +415,7 @@ def _locked(folder: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> dict[str, QueueEntry]:
-    """The claims that stand, without those that have expired or whose process is gone."""
+    """Read the valid claims: not expired, and their process still exists."""
     try:
         entries: list[QueueEntry] = [
             from_json(QueueEntry, body) for body in json.loads(file.read_text(encoding="utf-8"))
@@ -440,7 +435,7 @@ def _stands(entry: QueueEntry) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """When the process started, in clock ticks since the host booted; -1 when there is none."""
+    """Return the process's start, in clock ticks since boot; -1 if there is no such process."""
     info = process_info(pid)
     return -1 if info is None else info.started_at
 

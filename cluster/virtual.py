@@ -1,4 +1,5 @@
-"""Clusters without processes, in virtual time: simulated by the cost model.
+"""Clusters without processes, in virtual time, simulated by the cost model.
+
 Imports ``gang``, ``probe``, ``base``, ``cost``, ``queue`` and ``hardware``.
 """
 
@@ -33,8 +34,8 @@ from trials.spec import Candidate, TrialSpec, decoder_of
 
 # The base of simulated clusters: gangs are scripts, and a virtual clock jumps from event to event.
 #
-# Deadlines, kills, lost nodes and tokens work as in the backends that run processes; only the processes are missing.
-# Whoever waits on this cluster must read its :meth:`VirtualCluster.clock`, not the host's.
+# Deadlines, kills, lost nodes and tokens work as in backends with processes. Waits on this cluster must use
+# :meth:`VirtualCluster.clock`, not the host's clock.
 
 
 FOREVER = float("inf")
@@ -50,18 +51,18 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What a gang would do without interference. ``end_at_s`` is infinite for one that hangs."""
+    """Events of a gang without interference. ``end_at_s`` is infinite for one that hangs."""
 
     moments: tuple[Moment, ...]
     end_at_s: float
     outcome: Outcome | None
-    """How the gang ends; None exactly where it hangs."""
+    """Outcome of the gang; None exactly if it hangs."""
     slowest_rank: int = 0
-    """The rank that is blamed for a missed deadline."""
+    """Rank at fault for a missed deadline."""
 
 
 Play = Callable[[GangLaunch], Course]
-"""Given a launch, what its gang will do."""
+"""Function from a launch to the course of its gang."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,9 +77,9 @@ class VirtualCluster:
 
     Args:
         topology: the nodes to simulate.
-        play: what gangs do.
-        node_losses: node name to the virtual second in which it goes away.
-        admission: the queue of those who share the cluster.
+        play: returns the course of each gang.
+        node_losses: by node name, the virtual time at which it goes away, in seconds.
+        admission: the queue of the sweeps that share the cluster.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class VirtualCluster:
         self._push(self._now_s + min(lost_after_s, course.end_at_s), launch, outcome)
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
-        """Jump to the next events, or by ``timeout_s`` when there are none before."""
+        """Jump to the next events, or by ``timeout_s`` if there are none before."""
         until_s = self._now_s + timeout_s
         num_lost = len(self.lost_nodes)
         events: list[GangEvent] = []
@@ -190,7 +191,7 @@ class VirtualCluster:
         self.close()
 
     def _hold(self, at_least: int = 1, keep: Collection[str] = ()) -> None:
-        """Hold as many nodes as are wanted and there: those to be kept, then those held, then the first others."""
+        """Hold the requested number of nodes, if available: first those to keep, then held ones, then others."""
         held = {node.name for node in self._topology.nodes}
         usable = sorted(self._usable(), key=lambda node: (node.name not in held, node.name not in keep))
         num_kept = sum(node.name in held and node.name in keep for node in usable)
@@ -203,7 +204,7 @@ class VirtualCluster:
         return [node for node in self._nodes if node.name not in gone]
 
     def _first_loss(self, launch: GangLaunch) -> tuple[float, str]:
-        """When the first of the gang's nodes goes away, and which."""
+        """Return time and name of the first of the gang's nodes to go away."""
         losses = [(self._losses[node], node) for node in launch.placement.nodes if node in self._losses]
         return min(losses, default=(FOREVER, ""))
 
@@ -223,7 +224,7 @@ class VirtualCluster:
 
 
 def watched(course: Course, launch: GangLaunch) -> Course:
-    """``course`` cut short where the launch's deadlines would end it."""
+    """Cut ``course`` short where the launch's deadlines end it."""
     clock = RankClock(entered_at_s=0.0)
     for i, moment in enumerate(course.moments):
         if due_at_s(clock, launch.deadlines) < moment.at_s:
@@ -252,7 +253,7 @@ def failure(
     phase: str = "starting",
     exit_code: int | None = None,
 ) -> Outcome:
-    """The outcome of a gang that one cause ended, folded as those of real gangs."""
+    """Return the outcome of a gang ended by one cause, folded as for real gangs."""
     where = node if rank is None else launch.placement.ranks[rank].node
     cause = RankFailure(
         rank=rank, node=where, category=category, message=message, at_s=at_s, phase=phase, exit_code=exit_code
@@ -270,7 +271,7 @@ def _as_event(progress: RankProgress, launch: GangLaunch) -> GangProgress:
     )
 
 
-# The answers of a simulated machine to a probe: the rates that the cost model assumes, lower on slow nodes.
+# A probe of a simulated machine: the rates that the cost model assumes, lower on slow nodes.
 
 
 PROBE_S = 5.0
@@ -280,7 +281,7 @@ FORMATS = ("float32", "tf32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """The rates that healthy nodes of a simulated machine reach."""
+    """Rates of healthy nodes of a simulated machine."""
 
     matmul_flops_per_s: Mapping[str, float]
     """By number format, for square matrices of ``matmul_size``."""
@@ -293,7 +294,7 @@ class MachineRates:
 
 
 def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int = 8192) -> MachineRates:
-    """The rates that the cost model assumes of ``cluster`` with time coefficients ``k``."""
+    """Return the rates that the cost model assumes for ``cluster`` with time coefficients ``k``."""
     accelerator = cluster.accelerator
     formats = [name for name in FORMATS if name in accelerator.peak_flops_per_s]
     peaks, size = np.array([accelerator.peak_flops_per_s[name] for name in formats]), np.array([float(matmul_size)])
@@ -320,7 +321,7 @@ def probe_course(
     start_s: float,
     rng: random.Random,
 ) -> Course:
-    """The course of a gang that measures the machine.
+    """Return the course of a gang that measures the machine.
 
     Raises:
         ValueError: the specification is not that of a probe.
@@ -335,7 +336,7 @@ def probe_course(
 
 
 class _Measurements:
-    """Measurements of the ranks of a probe; a collective or a transfer is as slow as its slowest node."""
+    """Measurements of the ranks of a probe; a collective or transfer is as slow as its slowest node."""
 
     def __init__(
         self,
@@ -395,7 +396,7 @@ class _Measurements:
         return Link(world_size=world_size, times=tuple(times))
 
     def _pair_slowness(self, node: str) -> float:
-        """Slowness of a transfer between the node and the faster of its two neighbours."""
+        """Return the slowness of a transfer between the node and the faster of its two neighbours."""
         names = list(self._slowness)
         place = names.index(node)
         neighbours = (self._slowness[names[place - 1]], self._slowness[names[(place + 1) % len(names)]])
@@ -409,7 +410,7 @@ class _Measurements:
 
 
 def trial_spec(launch: GangLaunch) -> TrialSpec:
-    """The trial that the gang was launched for.
+    """Return the gang's trial specification.
 
     Raises:
         ValueError: it is not a trial specification.
@@ -426,9 +427,9 @@ def training(
     step_times_s: Sequence[float],
     peak_bytes: int,
 ) -> Course:
-    """A gang that trains: ``start_s`` to the first step, warm-up steps of ``warmup_s``, then ``step_times_s``.
+    """Return the course of training: ``start_s``, warm-up steps of ``warmup_s``, then ``step_times_s``.
 
-    Losses fall alike for every candidate, since only speed and memory are simulated.
+    Losses fall equally for every candidate, since only speed and memory are simulated.
     """
     num_warmup = spec.protocol.min_warmup_steps
     moments = [Moment(at_s=start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))]
@@ -463,7 +464,7 @@ def training(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a candidate costs: seconds per step on healthy nodes, and bytes on its fullest rank."""
+    """Cost of a candidate: seconds per step on healthy nodes, and bytes on its fullest rank."""
 
     step_time_s: float
     peak_bytes: int
@@ -486,23 +487,23 @@ class Behaviour:
     noise: float = 0.0
     """Standard deviation of the logarithm of each step time."""
     slow_nodes: Mapping[str, float] = field(default_factory=dict)
-    """Node name to the factor by which its steps are slower; a gang is as slow as its slowest node."""
+    """By node name, the factor by which its steps are slower. A gang is as slow as its slowest node."""
     node_losses: Mapping[str, float] = field(default_factory=dict)
-    """Node name to the second in which it goes away."""
+    """By node name, the time at which it goes away, in seconds."""
     probabilities: Mapping[Fault, float] = field(default_factory=dict)
     faults: Faults | None = None
     """Chooses the fault of each launch instead of ``probabilities``."""
     start_s: float = 30.0
     """Seconds from the launch to the first step."""
     warmup_factor: float = 1.5
-    """How many times as long a warm-up step takes as a measured one."""
+    """Duration of a warm-up step relative to a measured one."""
 
 
 class SimulatedCluster(VirtualCluster):
-    """A :class:`cluster.base.Cluster` in virtual time, a function of its arguments and the order of launches.
+    """A :class:`cluster.base.Cluster` in virtual time. It depends only on its arguments and the order of launches.
 
-    A candidate whose peak exceeds the memory of the specification, or else of its nodes, runs out of memory in its
-    first step. Probes find the rates of ``machine``, without which they are refused.
+    A candidate whose peak exceeds the memory in the specification, or of its nodes if there is none, runs out of memory
+    in its first step. Probes find the rates of ``machine``; without it, they are refused.
     """
 
     def __init__(
@@ -575,7 +576,7 @@ class SimulatedCluster(VirtualCluster):
 
 
 def _broken(course: Course, fault: Fault, launch: GangLaunch, rng: random.Random) -> Course:
-    """``course`` with a fault of a random rank in the middle of its reports."""
+    """Return ``course`` with a fault of a random rank midway."""
     rank = rng.randrange(len(launch.placement.ranks))
     if fault == "start_hang":
         return Course(moments=(), end_at_s=FOREVER, outcome=None, slowest_rank=rank)
@@ -590,21 +591,22 @@ def _broken(course: Course, fault: Fault, launch: GangLaunch, rng: random.Random
     return Course(moments=kept, end_at_s=at_s, outcome=outcome)
 
 
-# The costs of candidates on a simulated cluster: those of the cost model, or of a machine that deviates from it.
+# Costs of candidates on a simulated cluster: by the cost model, or on a machine that deviates from it.
 
 
 CUSTOM_KNOB_STD = 0.3
-"""Standard deviation of the logarithm of the factor by which a knob's value that the cost model does not know changes
-the step time, for a deviation of 1."""
+"""Standard deviation, for a deviation of 1, of the logarithm of the factor on the step time by a knob value unknown to
+the cost model."""
 
 
 class ModelledCost:
     """The cost function of a simulated cluster, from the cost model.
 
     Args:
-        deviation: how far the machine's coefficients lie from those the cost model assumes, in standard deviations of
-            its prior, in a direction drawn from ``seed``. 0: the machine is what the model thinks. Workloads that are
-            no decoders feel how data is read and kernels are chosen as well, each value of a knob as drawn.
+        deviation: deviation of the machine's coefficients from the cost model's assumption, in standard deviations of
+        its
+            prior, in a direction drawn from ``seed``. 0: exactly the model's machine. For workloads that are not
+            decoders, data loading and kernels also have random effects, per knob value.
     """
 
     def __init__(self, cluster: ClusterDescription, *, deviation: float = 0.0, seed: int = 0) -> None:
@@ -620,7 +622,7 @@ class ModelledCost:
         return self._model.time.coefficients
 
     def __call__(self, spec: TrialSpec) -> Cost:
-        """Raises ValueError where the cost model knows no such workload."""
+        """Return the cost; raise ValueError for a workload unknown to the cost model."""
         if (shape := decoder_of(spec.workload.model)) is not None:
             spec = dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=shape))
         try:
@@ -643,7 +645,7 @@ class ModelledCost:
         )
 
     def _effect_of_custom_knobs(self, candidate: Candidate) -> float:
-        """Factor on the step time by knobs of which the model of these workloads knows nothing."""
+        """Return the factor on the step time by knobs unknown to the model of these workloads."""
         neutral = _knobs(Candidate())
         changed = [f"{name}={value}" for name, value in _knobs(candidate).items() if value != neutral[name]]
         effects = (random.Random(f"{self._seed}/{knob}").gauss(0.0, CUSTOM_KNOB_STD) for knob in changed)
@@ -651,7 +653,7 @@ class ModelledCost:
 
 
 def _knobs(candidate: Candidate) -> dict[str, Any]:
-    """Values of the knobs that the generic cost model does not know: data loading and kernels but matmul precision."""
+    """Return values of knobs unknown to the generic cost model: data loading, and kernels except matmul precision."""
     known = {**to_json(candidate.loader), **to_json(candidate.kernels)}
     del known["matmul_precision"]
     return known

@@ -11,6 +11,7 @@ from trials.secrets import redact
 
 URI_PATTERN = r"^(https?://\S+|sqlite:////.*\S)$"
 """Accepted tracking URIs: a server, or an SQLite file by its absolute path."""
+SUPPORTED_URIS = "Use http(s)://host:port or sqlite:////absolute/path.db."
 PAGE = "report.html"
 """Artifact of a sweep's run that MLflow's pages render: the report, verdict first."""
 _SQLITE = "sqlite:///"
@@ -25,10 +26,7 @@ def check_tracking_uri(uri: str) -> str:
         ConfigError: it is not supported, or contains credentials.
     """
     if re.match(URI_PATTERN, uri) is None:
-        raise ConfigError(
-            f"{public_uri(uri)!r} is not a supported tracking URI",
-            remedy="Use http(s)://host:port or sqlite:////absolute/path.db.",
-        )
+        raise ConfigError(f"{public_uri(uri)!r} is not a supported tracking URI", remedy=SUPPORTED_URIS)
     if public_uri(uri) != uri:
         raise ConfigError(
             f"the tracking URI {public_uri(uri)} contains credentials",

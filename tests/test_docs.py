@@ -12,6 +12,7 @@ import yaml
 from orchestrator import errors
 from orchestrator.cli.main import main
 from orchestrator.config.queue_policy import load_policy
+from orchestrator.config.schema import sweep_schema
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.space.knobs import KNOB_NAMES
@@ -142,6 +143,60 @@ def test_troubleshooting_tells_the_remedy_of_everything():
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
     remedies = {name: row[2] for row in rows if len(row) == 3 for name in re.findall(r"[\w.-]+", row[0])}
     assert [name for name in told_ids() if not remedies.get(name)] == []
+
+
+COVERAGE = ROOT / "docs" / "coverage.md"
+
+
+def coverage_rows():
+    """Cells of every row of the coverage page: capability, state, what provides it, reason or note."""
+    rows = re.findall(r"^\| (?!capability)(.+) \|$", COVERAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def key_exists(path):
+    """Whether the sweep file has this key; a name without a section may also be a knob."""
+    schema = sweep_schema()
+    names = path.split(".")
+    return any(_descends(start, schema["$defs"]) for start in ([schema, names], [schema, ["baseline", *names]]))
+
+
+def _descends(start, definitions):
+    node, names = start
+    if not names:
+        return True
+    if "$ref" in node:
+        return _descends([definitions[node["$ref"].rpartition("/")[2]], names], definitions)
+    options = [*node.get("anyOf", ()), *node.get("oneOf", ())]
+    inner = node.get("properties", {}).get(names[0])
+    return (inner is not None and _descends([inner, names[1:]], definitions)) or any(
+        _descends([option, names], definitions) for option in options
+    )
+
+
+def test_the_coverage_page_has_a_reason_for_everything_that_is_missing():
+    rows = coverage_rows()
+    assert len(rows) == 178
+    for capability, state, provided, reason in rows:
+        assert state in ("yes", "partly", "no"), capability
+        assert provided or state == "no", capability
+        assert reason or state == "yes", capability
+
+
+def test_the_coverage_page_names_what_exists():
+    """Commands with their options, keys of the sweep file, knobs; pages are checked with all links."""
+    named = [name for row in coverage_rows() for name in re.findall(r"`([^`]+)`", row[2])]
+    for name in named:
+        if not name.startswith("tune-cluster "):
+            assert key_exists(name.partition(":")[0]), name
+            continue
+        words = shlex.split(name)[1:]
+        if words[0] == "--home":
+            words = words[2:]
+        main.commands[words[0]].make_context(words[0], words[1:])
+    assert len(named) > 150
+    assert not key_exists("dataloader.no_such_key")
+    assert not key_exists("no_such_knob")
 
 
 def test_the_script_for_slurm_is_sound():

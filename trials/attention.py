@@ -1,4 +1,4 @@
-"""Causal attention: which kernel computes it on a device, the kernels with their log-sum-exp, pieces put together."""
+"""Causal attention: choice of the kernel, kernels that return the log-sum-exp, and attention to keys in parts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from torch import Tensor
 from trials.accelerator.kinds import DeviceKind
 from trials.spec import LlamaModel
 
-# Chooses the attention kernel for a device, a number format and a shape, before anything runs.
+# Choice of the attention kernel for a device, a number format and a shape, before anything runs.
 #
-# Facts are those of torch's own choice (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``,
-# ``sdp_utils_cpp.cpp``), as of the releases in which they are strictest: kernels that later learned to share keys get
-# copies of them here.
+# It mirrors torch's own choice (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp``) in its
+# strictest releases. Kernels that gained support for shared keys in later ones get repeated keys here.
 
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
-"""``flash``, ``efficient`` and ``cudnn`` never hold the scores ``[B, H, S, S]``; ``math`` does."""
+"""``flash``, ``efficient`` and ``cudnn`` never materialise the scores ``[B, H, S, S]``; ``math`` does."""
 
 TAKES_GROUPED: Mapping[DeviceKind, frozenset[Kernel]] = {
     "cpu": frozenset({"flash"}),
     "cuda": frozenset({"flash", "cudnn"}),
     "rocm": frozenset({"flash"}),
 }
-"""Kernels that let several query heads share a head of keys and values. For the others keys and values are repeated:
-torch would fall back to ``math``, whose memory grows with the square of the sequence."""
+"""Kernels in which several query heads can share a head of keys and values. For others these are repeated, or torch
+would fall back to ``math``, whose memory grows with the square of the sequence length."""
 
 _MAX_HEAD_SIZE = 256
 _FIRST_FLASH_CAPABILITY = (8, 0)
-"""CUDA compute capability from which flash attention runs: Ampere."""
+"""Lowest CUDA compute capability for flash attention: Ampere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +41,11 @@ class AttentionPlan:
     """How a trial computes attention."""
 
     kernel: Kernel
-    """The kernel for pieces of a sequence; for whole ones what torch is expected to take, or what it is told to."""
+    """Kernel for parts of a sequence; for whole sequences, the kernel that torch chooses or is restricted to."""
     dtype: torch.dtype
     """Number format of queries, keys and values."""
     expands: bool = False
-    """Whether keys and values are repeated for every query head first."""
+    """Whether keys and values are first repeated for every query head."""
 
 
 def plan_attention(
@@ -56,23 +55,23 @@ def plan_attention(
     device: DeviceKind,
     capability: tuple[int, int] | None = None,
 ) -> AttentionPlan:
-    """The plan for ``wanted``, a value of :class:`~trials.spec.Kernels` ``attention``.
+    """Plan attention for ``wanted``, a value of :class:`~trials.spec.Kernels` ``attention``.
 
-    ``capability`` is the CUDA compute capability where it is known; a dry run takes the target to be Ampere or later.
+    ``capability`` is the CUDA compute capability if known; a dry run assumes Ampere or later.
     """
     kernel = _usual(device, dtype, model.hidden_size // model.num_heads, capability) if wanted == "auto" else wanted
     is_grouped = model.num_kv_heads < model.num_heads
-    # Torch's math kernel repeats them itself.
+    # torch's math kernel repeats them itself.
     takes_grouped = kernel in TAKES_GROUPED.get(device, frozenset()) or (kernel == "math" and device in TAKES_GROUPED)
     return AttentionPlan(kernel=kernel, dtype=dtype, expands=is_grouped and not takes_grouped)
 
 
 def _usual(device: DeviceKind, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None) -> Kernel:
-    """The kernel where the user leaves the choice to us."""
+    """Return the default kernel."""
     if device == "cpu":
         return "flash"
     if device not in ("cuda", "rocm"):
-        return "math"  # the only one whose log-sum-exp torch defines there; whole sequences go to torch's own choice
+        return "math"  # the only one with a log-sum-exp there; for whole sequences torch chooses
     is_short = dtype in (torch.bfloat16, torch.float16)
     is_flash_device = device == "rocm" or (capability or _FIRST_FLASH_CAPABILITY) >= _FIRST_FLASH_CAPABILITY
     if is_short and is_flash_device and head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE:
@@ -80,26 +79,26 @@ def _usual(device: DeviceKind, dtype: torch.dtype, head_size: int, capability: t
     return "efficient" if head_size % (8 if is_short else 4) == 0 else "math"
 
 
-# The attention kernels of torch, with the log-sum-exp of the scores and with their backward passes.
+# torch's attention kernels with the log-sum-exp of the scores, and their backward passes.
 #
-# ``torch.nn.functional.scaled_dot_product_attention`` keeps the log-sum-exp to itself, but two parts of the keys can
-# be attended to one after the other only with it. So the operators behind that function are called here, as its own
-# derivative calls them (``tools/autograd/derivatives.yaml``). Shapes: queries ``[B, H, Sq, D]``, keys and values ``[B,
-# H or fewer, Sk, D]``, log-sum-exp ``[B, H, Sq]`` in fp32. Scores are scaled by ``D ** -0.5``. Where ``causal`` is
-# set, queries and keys are the same positions.
+# ``torch.nn.functional.scaled_dot_product_attention`` does not return the log-sum-exp, which is needed to attend to two
+# parts of the keys one after the other. So this module calls the underlying operators in the same way as torch's own
+# derivatives (``tools/autograd/derivatives.yaml``). Shapes: queries ``[B, H, Sq, D]``, keys and values
+# ``[B, H or fewer, Sk, D]``, log-sum-exp ``[B, H, Sq]`` in fp32. Scores are scaled by ``D ** -0.5``. If ``causal``,
+# queries and keys have the same positions.
 
 
 Seeds = tuple[Tensor, ...]
-"""State of the random numbers that a kernel would drop scores by. None are dropped, but the backward pass asks."""
+"""Random state of a kernel's dropout. There is no dropout, but the backward pass needs the argument."""
 
 _LSE_GRANULE = 32
 """Multiple to which the efficient kernel pads the log-sum-exp, with infinity."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, expands: bool = False) -> Tensor:
-    """Attention over whole sequences by the kernel that torch chooses, which may be told to choose a certain one.
+    """Compute attention over whole sequences by the kernel that torch chooses, within its current restrictions.
 
-    ``expands`` repeats keys and values for every query head first, see :class:`~trials.attention.AttentionPlan`.
+    ``expands`` first repeats keys and values for every query head, see :class:`~trials.attention.AttentionPlan`.
     """
     num_shared = q.shape[1] // k.shape[1]
     if expands and num_shared > 1:
@@ -108,7 +107,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, expands: bool = False) 
 
 
 def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Seeds]:
-    """Attention of ``q`` to these keys alone: the output, its log-sum-exp, the kernel's seeds."""
+    """Attend from ``q`` to these keys only; return the output, its log-sum-exp and the kernel's seeds."""
     ops: Any = torch.ops.aten
     if kernel == "math":
         return _attend_by_math(q, k, v, causal=causal)
@@ -129,9 +128,9 @@ def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> 
 def attend_backward(
     kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seeds: Seeds, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``q``, ``k`` and ``v`` where ``out`` and ``lse`` are those over all keys, these and others.
+    """Compute the gradients of ``q``, ``k`` and ``v`` if ``out`` and ``lse`` are over all keys, including others.
 
-    The scores' share of the whole softmax is ``exp(score - lse)``, so the other keys need not be known.
+    A score's part of the whole softmax is ``exp(score - lse)``, so the other keys are not needed.
     """
     ops: Any = torch.ops.aten
     if kernel == "math":
@@ -157,7 +156,7 @@ def attend_backward(
 
 
 def _padded(lse: Tensor) -> Tensor:
-    """The log-sum-exp as the efficient kernel lays it out: CUDA's reads whole blocks of rows, ROCm's does not."""
+    """Pad the log-sum-exp for the efficient kernel: CUDA's reads whole blocks of rows, ROCm's does not."""
     missing = 0 if torch.version.hip else -lse.shape[-1] % _LSE_GRANULE
     return F.pad(lse, (0, missing), value=torch.inf) if missing else lse
 
@@ -188,16 +187,16 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     return scores
 
 
-# Attention to keys that come in parts: each part by a fused kernel, the outputs put together by log-sum-exp.
+# Attention to keys in parts: a fused kernel per part, with outputs merged by log-sum-exp.
 #
-# With outputs ``o_i`` and log-sum-exps ``l_i`` of the parts, the output over all keys is ``sum exp(l_i - l) o_i``
-# where ``l = log sum exp(l_i)`` (Milakov and Gimelshein, arXiv 1805.02867). Going back, every part's gradients follow
-# from the output and the log-sum-exp over all keys.
+# With outputs ``o_i`` and log-sum-exps ``l_i`` of the parts, the output over all keys is ``sum exp(l_i - l) o_i`` with
+# ``l = log sum exp(l_i)`` (Milakov and Gimelshein, arXiv 1805.02867). In the backward pass, the gradients of each part
+# follow from the output and the log-sum-exp over all keys.
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Attends to parts of the keys by one kernel. ``repeats`` gives every query head keys and values of its own."""
+    """Attention to parts of the keys by one kernel. ``repeats`` repeats keys and values for every query head."""
 
     kernel: Kernel
     repeats: bool
@@ -207,14 +206,14 @@ class Parts:
         return Parts(plan.kernel, plan.expands or plan.kernel == "math")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor, Seeds]:
-        """Output, log-sum-exp and seeds of attention to these keys alone."""
+        """Attend to these keys only; return output, log-sum-exp and seeds."""
         k, v = self._repeated(q, k), self._repeated(q, v)
         return attend(self.kernel, q, k, v, causal=causal)
 
     def backward(
         self, back: Back, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients that these keys give to ``q``, and get."""
+        """Compute the gradients of ``q`` due to these keys, and of the keys and values."""
         grads = attend_backward(
             self.kernel,
             back.grad,
@@ -235,7 +234,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """What the backward pass knows of some queries: their output's gradient, output and log-sum-exp over all keys."""
+    """Inputs of the backward pass for some queries: gradient of the output, output and log-sum-exp over all keys."""
 
     grad: Tensor
     out: Tensor
@@ -248,7 +247,7 @@ class Back:
 
 
 def later_half(x: Tensor) -> Tensor:
-    """The second half of the positions of ``x [B, H, S]`` or ``[B, H, S, D]``."""
+    """Return the second half of the positions of ``x [B, H, S]`` or ``[B, H, S, D]``."""
     return x[:, :, x.shape[2] // 2 :]
 
 
@@ -256,12 +255,12 @@ class Merged:
     """Output in fp32 and log-sum-exp of some queries over the keys so far."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        """Begin with attention to the first part of the keys."""
+        """Start with attention to the first part of the keys."""
         self.out = out.float()
         self.lse = lse
 
     def add(self, part: Tensor, part_lse: Tensor, *, is_late: bool) -> None:
-        """Take in attention to a further part of the keys, where ``is_late`` of the later half of the queries only."""
+        """Merge attention to another part of the keys; with ``is_late``, of the later half of the queries only."""
         out, lse = (later_half(self.out), later_half(self.lse)) if is_late else (self.out, self.lse)
         share = torch.sigmoid(part_lse - lse)
         out.lerp_(part.float(), share[..., None])
@@ -269,7 +268,7 @@ class Merged:
 
 
 def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool) -> None:
-    """Go back through attention to ``both``, packed keys and values or a part: add to ``grad_q``, write ``sums``."""
+    """Compute the backward pass for ``both``, packed keys and values or a part: add to ``grad_q``, write ``sums``."""
     if is_late:
         back, q, grad_q = back.late(), later_half(q), later_half(grad_q)
     of_q, *of_both = parts.backward(back, q, *unpacked(both))
@@ -280,24 +279,24 @@ def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, 
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one tensor ``[S / 2, 2, 2, B, H, D]``: positions, the two pieces of a rank, keys and values.
+    """Pack keys and values as one tensor ``[S / 2, 2, 2, B, H, D]``: positions, a rank's two pieces, keys and values.
 
-    What several ranks hold lies side by side, of the early pieces alone in equal steps: a view shows it as one
-    sequence, in an order that attention without a mask does not mind.
+    The parts of several ranks are adjacent, and their early pieces are at a constant stride. So a view presents them as
+    one sequence, in an order that does not matter to attention without a mask.
     """
     both = torch.unflatten(torch.stack([k, v]), 3, (2, -1))
     return both.permute(4, 3, 0, 1, 2, 5).contiguous()
 
 
 def unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of what :func:`packed` made, without a copy."""
-    # A product of sizes, not -1: a view that cannot be is an error here, and no copy.
+    """Return keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of a packed tensor, without a copy."""
+    # A product of sizes, not -1: if no view is possible, this must fail, not copy.
     k, v = both.view(math.prod(both.shape[:-4]), *both.shape[-4:]).permute(1, 2, 3, 0, 4).unbind(0)
     return k, v
 
 
 def plus_packed(k: Tensor, v: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """``k`` and ``v [B, H, S, D]`` plus what is packed, position by position."""
+    """Add a packed tensor to ``k`` and ``v [B, H, S, D]``, position by position."""
     sums = [
         torch.unflatten(one, 2, (2, -1)) + other.permute(2, 3, 1, 0, 4)
         for one, other in zip((k, v), both.unbind(2), strict=True)
@@ -306,6 +305,6 @@ def plus_packed(k: Tensor, v: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summed(grad: Tensor, shared: Tensor) -> Tensor:
-    """Gradient of heads ``shared`` by several query heads from that of their copies."""
+    """Sum the gradients of repeated heads into those of the ``shared`` heads."""
     num_heads = shared.shape[1]
     return grad if grad.shape[1] == num_heads else torch.unflatten(grad, 1, (num_heads, -1)).sum(2)

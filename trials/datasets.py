@@ -1,4 +1,4 @@
-"""Data sets, made on the spot or from the user's code, and the loader that brings their batches to a rank.
+"""Data sets, synthetic or from user code, and the loader of their batches.
 
 Independent of models and layouts.
 """
@@ -50,9 +50,9 @@ from trials.spec import (
 )
 from trials.user_code import call_function
 
-# ---- Data sets made on the spot or from the user's code, and what one sample of each is
+# ---- Data sets, and their samples
 
-# The interface of a data set: batches by step, split over data-parallel ranks.
+# Interface of a data set: batches by step, split over data-parallel ranks.
 
 
 Batch = tuple[Tensor, Tensor]
@@ -61,7 +61,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Which rows of every global batch a data-parallel rank trains on, and how it comes by them."""
+    """The rows of every global batch that a data-parallel rank trains on, and how it reads them."""
 
     global_batch_size: int
     dp_rank: int = 0
@@ -80,38 +80,38 @@ class Share:
 class StepBatches(Dataset[Batch], ABC):
     """Item ``s`` is this rank's rows in step ``s``, for any ``s`` from 0 on.
 
-    The global batch of a step is a pure function of ``(seed, step)``, so the same rows are trained on in the same step
-    whatever the layout.
+    The global batch of a step is a pure function of ``(seed, step)``, so every layout trains on the same rows in the
+    same step.
     """
 
     def __init__(self, share: Share, epoch_length: int) -> None:
         self.share = share
         self.epoch_length = max(1, epoch_length)
-        """Steps that go once through the data."""
+        """Steps per pass through the data."""
 
     def __getitem__(self, step: int) -> Batch:
         share = self.share
         if not share.full_batch:
             return self.read(step, share.rows)
         inputs, targets = self.read(step, slice(0, share.global_batch_size))
-        # Copies, because a view would take the whole global batch along from the worker to the rank.
+        # Copies, because a view would transfer the whole global batch from the worker to the rank.
         return inputs[share.rows].clone(), targets[share.rows].clone()
 
     @abstractmethod
     def read(self, step: int, rows: slice) -> Batch:
-        """These rows of the global batch of ``step``."""
+        """Return these rows of the global batch of ``step``."""
 
     def generator(self, step: int) -> torch.Generator:
-        """Random numbers of one step, the same on every rank."""
+        """Return the random generator of one step, the same on every rank."""
         return torch.Generator().manual_seed(self.share.seed * 1_000_003 + step)
 
 
-# JPEG images: from a folder per class, or made up; decoded on every access.
+# JPEG images: from a folder per class, or synthetic; decoded on every access.
 #
 # Shapes: ``[rows, 3, image_size, image_size]``, normalised.
 
 
-try:  # here, so that a fork server does it once for all readers; other models train without
+try:  # here, so that a fork server imports it once for all readers; optional for other models
     from PIL import Image
 except ImportError as _error:
     _LACKING = str(_error)
@@ -120,7 +120,7 @@ else:
 
 NUM_MADE_UP = 256
 _REPEATS = 1024
-"""How often a data set holds every made-up image, which makes its epochs as long as a real one's."""
+"""Repetitions of each synthetic image, so that epochs are as long as real ones."""
 _SUFFIXES = (".jpg", ".jpeg")
 _MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 _STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
@@ -129,17 +129,17 @@ _STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One image, encoded: a file, or its bytes."""
+    """One encoded image: a file, or its bytes."""
 
     source: Path | bytes
     label: int
 
 
 def open_images(data: ImageFolderData, model: ResNetModel) -> Sequence[Picture]:
-    """The images of a folder, or made-up ones.
+    """Open the images of a folder, or synthetic ones.
 
     Raises:
-        DataError: no folder, no images, more classes than the model tells apart, or no Pillow to decode with.
+        DataError: no folder, no images, more classes than the model has, or no Pillow to decode with.
     """
     if _LACKING:
         raise DataError(f"decoding images requires Pillow: {_LACKING}; pip install pillow on the nodes")
@@ -149,7 +149,7 @@ def open_images(data: ImageFolderData, model: ResNetModel) -> Sequence[Picture]:
 
 
 def _list_images(root: Path, num_classes: int) -> list[Picture]:
-    """JPEG files by class folder; classes count from 0 in the order of their names."""
+    """List JPEG files by class folder; classes count from 0 in alphabetical order."""
     if not root.is_dir():
         raise DataError(f"image folder {root} does not exist; use a folder with one subfolder of JPEG files per class")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
@@ -167,7 +167,7 @@ def _list_images(root: Path, num_classes: int) -> list[Picture]:
 
 
 def make_up_images(image_size: int, num_classes: int) -> list[Picture]:
-    """Coloured clouds a little larger than needed, as photographs are; the same ones every time."""
+    """Make coloured clouds a little larger than needed, as photographs are; always the same ones."""
     random = np.random.default_rng(0)
     side = image_size * 8 // 7
     return [Picture(_encode(random, side), number % num_classes) for number in range(NUM_MADE_UP)]
@@ -184,7 +184,7 @@ def decode(picture: Picture, image_size: int) -> Tensor:
     """Decode, resize the shorter side to ``image_size``, crop the middle, normalise.
 
     Raises:
-        DataError: naming the file, when it is no readable JPEG.
+        DataError: the named file is not a readable JPEG.
     """
     source = picture.source
     try:
@@ -196,7 +196,7 @@ def decode(picture: Picture, image_size: int) -> Tensor:
 
 
 def _middle(image: Image.Image, size: int) -> Image.Image:
-    """The middle square, as large as fits, scaled to ``size``: one pass instead of resize and crop."""
+    """Scale the largest middle square to ``size``: one pass instead of resize and crop."""
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
     box = (left, top, left + side, top + side)
@@ -204,7 +204,7 @@ def _middle(image: Image.Image, size: int) -> Image.Image:
 
 
 class ImageBatches(StepBatches):
-    """Images and class numbers; every epoch in an order of its own, in which each image comes once."""
+    """Images and class numbers; every epoch has its own order, with each image once."""
 
     def __init__(self, pictures: Sequence[Picture], share: Share, *, image_size: int) -> None:
         super().__init__(share, len(pictures) // share.global_batch_size)
@@ -222,21 +222,21 @@ class ImageBatches(StepBatches):
         return images, torch.tensor([picture.label for picture in chosen])
 
     def _order_of(self, epoch: int) -> Tensor:
-        """A permutation, kept until the next epoch: drawing one of a million takes longer than a batch."""
+        """Return a permutation, cached until the next epoch: drawing one of a million takes longer than a batch."""
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, torch.randperm(len(self.pictures), generator=self.generator(epoch))
         return self._order[1]
 
 
-# Samples of the user's data set, in an order that depends on the seed alone.
+# Samples of a custom data set, in an order that depends only on the seed.
 
 
 def open_user_data(data: PythonData) -> Any:
-    """The data set that the user's function gives.
+    """Build the custom data set.
 
     Raises:
         InfeasibleSpec: the function cannot be imported, or fails.
-        DataError: what it gives has no samples that can be numbered.
+        DataError: its result has no indexable samples.
     """
     dataset = call_function(data.dataset, data.cwd)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -264,10 +264,10 @@ class UserBatches(StepBatches):
 
 
 def collated(samples: list[Any], origin: str) -> Batch:
-    """Stack samples to a batch.
+    """Stack samples into a batch.
 
     Raises:
-        DataError: they are no pairs of input and target, or of different shapes.
+        DataError: they are not pairs of input and target, or differ in shape.
     """
     if not all(isinstance(sample, tuple | list) and len(sample) == 2 for sample in samples):
         shown = f"a {type(samples[0]).__name__}"
@@ -284,25 +284,25 @@ def collated(samples: list[Any], origin: str) -> Batch:
     return inputs, targets
 
 
-# Token sequences from text files or from a binary file, and random vectors for models that only multiply matrices.
+# Token sequences from text files or a binary file, and random vectors for models that only multiply matrices.
 
 
 MAX_TEXT_BYTES = 4 << 20
-"""Most bytes of text that are read: plenty for the steps of a trial, and read in a fraction of a second."""
+"""Most bytes of text to read: enough for the steps of a trial, and read in a fraction of a second."""
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 _POOL_SIZE = 1 << 20
-"""Random numbers drawn once for all vectors."""
+"""Random numbers drawn once and used by all vectors."""
 
 
 def load_text(data: TextData) -> NDArray[Any]:
-    """The files' bytes one after the other, as a uint8 vector of at most ``MAX_TEXT_BYTES``.
+    """Concatenate the files' bytes in a uint8 vector of at most ``MAX_TEXT_BYTES``.
 
     A folder's own files come first, by name, then its sub-folders' by name; installed packages are left out.
 
     Raises:
-        DataError: when nothing can be read.
+        DataError: nothing can be read.
     """
     root = Path(data.path if data.path is not None else sysconfig.get_paths()["stdlib"])
     if not root.exists():
@@ -332,10 +332,10 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def open_token_file(data: TokenFileData) -> NDArray[Any]:
-    """The file's ids as a read-only memory map: nothing is read before it is used.
+    """Open the file's ids as a read-only memory map, which reads data only on use.
 
     Raises:
-        DataError: when there is no such file, or its size is no whole number of ids.
+        DataError: the file is missing, or its size is not a whole number of ids.
     """
     path, dtype = Path(data.path), np.dtype(data.dtype).newbyteorder("<")
     try:
@@ -350,7 +350,7 @@ def open_token_file(data: TokenFileData) -> NDArray[Any]:
 
 
 class TokenBatches(StepBatches):
-    """Tokens and next tokens, both ``[rows, S]``: runs that start anywhere in the data."""
+    """Tokens and next tokens, both ``[rows, S]``: slices from random positions of the data."""
 
     def __init__(
         self, ids: NDArray[Any], share: Share, *, seq_length: int, vocab_size: int, origin: str = "the text"
@@ -358,7 +358,7 @@ class TokenBatches(StepBatches):
         """``origin`` names the data in errors.
 
         Raises:
-            DataError: when the data is shorter than one sequence.
+            DataError: the data is shorter than one sequence.
         """
         if len(ids) < seq_length + 1:
             raise DataError(
@@ -376,11 +376,11 @@ class TokenBatches(StepBatches):
         runs = [self.ids[start : start + self.seq_length + 1] for start in starts[rows].tolist()]
         tokens = torch.from_numpy(np.stack(runs).astype(np.int64))
         self._check_range(tokens)
-        # Views of the whole could not be pinned, nor copied asynchronously.
+        # Views of the whole can neither be pinned nor copied asynchronously.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _check_range(self, tokens: torch.Tensor) -> None:
-        """Refuse ids beyond the embedding, which would crash the rank, on CUDA without a usable message."""
+        """Reject ids outside of the embedding, which would crash the rank, on CUDA without a usable message."""
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
@@ -393,8 +393,8 @@ class TokenBatches(StepBatches):
 class VectorBatches(StepBatches):
     """Inputs and targets, both ``[rows, size]``, standard normal.
 
-    Rows are windows at random offsets of one drawn vector: reading is then a copy, not a random number per element,
-    which would take longer than the step of a fast device.
+    Rows are windows at random offsets of one vector. So reading is a copy; drawing a random number per element would
+    take longer than a step of a fast device.
     """
 
     def __init__(self, share: Share, *, size: int) -> None:
@@ -413,7 +413,7 @@ def build_dataset(workload: Workload, share: Share) -> StepBatches:
 
     Raises:
         DataError: it cannot be read, is too small, or does not fit the model.
-        InfeasibleSpec: data of a kind the model cannot train on.
+        InfeasibleSpec: the model cannot train on this kind of data.
     """
     match workload.model, workload.data:
         case LlamaModel() | HuggingFaceModel() as model, TextData() as data:
@@ -435,17 +435,17 @@ def build_dataset(workload: Workload, share: Share) -> StepBatches:
     raise InfeasibleSpec(f"a {workload.model.kind} model cannot train on data of kind {workload.data.kind}")
 
 
-# ---- The loader that brings batches to the step: torch's, over endless epochs, with workers that die with their rank
+# ---- The loader of batches: torch's, over endless epochs, with workers that die with their rank
 
 
 def stream_batches(dataset: StepBatches, loader: Loader, *, pin_memory: bool) -> Generator[Batch, None, None]:
-    """Batches of steps 0, 1, ... without end, epoch after epoch.
+    """Yield the batches of steps 0, 1, ... without end, epoch after epoch.
 
-    The iterator starts again at each epoch, as in ordinary training: without ``persistent_workers`` the workers are
-    started again, and the first batch of an epoch is waited for.
+    The iterator restarts at each epoch, as in ordinary training: without ``persistent_workers`` the workers restart
+    too, and the first batch of an epoch takes longer.
 
     Raises:
-        DataError: as the dataset raises it, also when that happened in a worker.
+        DataError: raised by the data set, also in a worker.
     """
     steps = EpochSteps(dataset.epoch_length)
     data_loader = build_loader(dataset, loader, steps, pin_memory=pin_memory)
@@ -456,15 +456,15 @@ def stream_batches(dataset: StepBatches, loader: Loader, *, pin_memory: bool) ->
                 iterator = iter(data_loader)
             yield from iterator
         except DataError as error:
-            # A worker's error arrives with its traceback inside the message.
+            # A worker's error arrives with its traceback in the message.
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
 
 
 def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin_memory: bool) -> DataLoader[Batch]:
-    """A loader that gives the batches of ``steps``, in order, per iteration.
+    """Build a loader that yields the batches of ``steps``, in order, per iteration.
 
-    They are read by ``num_workers`` processes ahead of the step, or in line when there are none. Workers are forked,
-    which takes milliseconds where importing torch again takes seconds, and die with their rank.
+    ``num_workers`` processes read them ahead of the step; without workers the rank reads them itself. Workers are
+    forked, which takes milliseconds instead of the seconds to import torch again, and die with their rank.
     """
     workers = loader.num_workers
     with _any_number_of_workers():
@@ -484,7 +484,7 @@ def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin
 
 @contextlib.contextmanager
 def _any_number_of_workers() -> Iterator[None]:
-    """Silence torch's guess at how many workers are too many, made when the number is set and when they start."""
+    """Suppress torch's warning about too many workers, issued when the number is set and when they start."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         yield
@@ -506,7 +506,7 @@ class EpochSteps(Sampler[int]):
 
 
 class _DieWithParent:
-    """Has the kernel kill a loader worker when its rank dies, however abruptly (Linux; elsewhere torch polls)."""
+    """Let the kernel kill a loader worker when its rank dies, however abruptly (Linux; elsewhere torch polls)."""
 
     def __init__(self, parent_pid: int) -> None:
         self.parent_pid = parent_pid
@@ -527,32 +527,32 @@ logger = logging.getLogger(__name__)
 
 PREFETCH_FACTORS = (1, 2, 4, 8)
 MAX_SHARE = 0.4
-"""Share of the grid's points that a climb may measure."""
+"""Largest fraction of the grid's points that a climb may measure."""
 POINT_TIME_S = 0.4
-"""Measuring a point ends after this time even when ``tuning_steps`` batches have not come."""
+"""Time limit per point in seconds, even if fewer than ``tuning_steps`` batches have arrived."""
 
 _START = (2, 2)
-"""Workers and prefetch from which the climb starts."""
+"""Workers and prefetch factor at the start of the climb."""
 _MIN_GAIN = 0.02
-"""A neighbour has to be faster by this much to be moved to; less is noise."""
+"""Smallest relative gain for a move to a neighbour; less is noise."""
 _NEGLIGIBLE_SHARE = 0.02
-"""Share of the step below which waiting for data does not matter."""
+"""Fraction of the step below which waiting for data does not matter."""
 
 Point = tuple[int, int]
 """A loader's ``num_workers`` and ``prefetch_factor``."""
 
 
 def grid(max_workers: int) -> list[Point]:
-    """Every point of the exhaustive search."""
+    """Return all points of the exhaustive search."""
     return [(0, 0), *((workers, prefetch) for workers in range(1, max_workers + 1) for prefetch in PREFETCH_FACTORS)]
 
 
 def climb(time_of: Callable[[Point], float], max_workers: int) -> dict[Point, float]:
-    """Seconds per batch of the points measured, in that order; the least is the choice.
+    """Return the seconds per batch of the measured points, in order of measurement; the smallest is the choice.
 
-    Reading in line, without workers, is a regime of its own and measured once. With workers, moves from the best so far
-    to the first neighbour that is clearly better, until there is none or ``MAX_SHARE`` of the grid is used. Along
-    either axis times are taken to fall and then to rise, so nothing beyond a worse point is measured.
+    Reading without workers is a separate case and measured once. With workers, the climb moves from the best point so
+    far to the first clearly better neighbour, until there is none or ``MAX_SHARE`` of the grid is used. It assumes that
+    times first fall and then rise along either axis, and so measures nothing beyond a worse point.
     """
     max_points = max(1, math.floor(MAX_SHARE * len(grid(max_workers))))
     times = {(0, 0): time_of((0, 0))}
@@ -570,7 +570,7 @@ def climb(time_of: Callable[[Point], float], max_workers: int) -> dict[Point, fl
 
 
 def _beyond_worse(point: Point, best: Point, times: dict[Point, float]) -> bool:
-    """Whether a point that is no better than ``best`` lies between the two, on the line through both."""
+    """Whether a point no better than ``best`` lies between the two, on the line through both."""
     return any(
         _is_between(best, near, point) and times[near] >= times[best] for near in times if near not in (best, point)
     )
@@ -582,7 +582,7 @@ def _is_between(start: Point, point: Point, end: Point) -> bool:
 
 
 def neighbours(point: Point, max_workers: int) -> list[Point]:
-    """Points to try next: workers doubled and halved, or a quarter, an eighth or one more and less; then prefetch."""
+    """Return the next points: workers doubled or halved, or a quarter, an eighth or one more or less; then prefetch."""
     workers, prefetch = point
     counts = [2 * workers, workers // 2]
     for step in (workers // 4, workers // 8, 1):
@@ -600,10 +600,10 @@ def tune_loader(
     pin_memory: bool,
     agree: Callable[[float], float],
 ) -> tuple[Loader, LoaderTuningReport]:
-    """Find the fastest loader; the report's verdict is open until the steps are measured.
+    """Find the fastest loader; the report's verdict is added after the steps are measured.
 
-    All ranks call this together, as they will load together; those that will not, without a dataset. ``agree`` gives
-    the gang's value (the slowest rank's) of a rank's own, so that all walk the same way.
+    All ranks call this together, as they will load together; ranks that will not load have no data set. ``agree`` maps
+    a rank's value to the gang's (the slowest rank's), so that all ranks take the same path.
     """
     start_s = time.perf_counter()
 
@@ -634,7 +634,7 @@ def _at(loader: Loader, point: Point) -> Loader:
 
 
 def time_batches(dataset: StepBatches, loader: Loader, num_batches: int, *, pin_memory: bool) -> float:
-    """Mean seconds per batch when nothing but the loader limits; starting the workers is not counted.
+    """Return mean seconds per batch if only the loader limits, excluding the start of the workers.
 
     Batches arrive in bursts of one per worker, so whole bursts are timed.
     """
@@ -653,9 +653,9 @@ def time_batches(dataset: StepBatches, loader: Loader, num_batches: int, *, pin_
 
 
 def with_verdict(report: LoaderTuningReport, *, data_s: float, step_time_s: float) -> LoaderTuningReport:
-    """Add the verdict, from the measured steps: whether the loader matters, and whether tuning it was the answer.
+    """Add the verdict, from the measured steps: whether the loader matters, and whether tuning it helped.
 
-    It does not matter only where reading without loading processes would take as small a share of the step.
+    The loader is irrelevant only if reading without workers would also take a negligible fraction of the step.
     """
     share = data_s / step_time_s if step_time_s else 0.0
     untuned_s = _untuned_s(report)
@@ -674,7 +674,7 @@ def with_verdict(report: LoaderTuningReport, *, data_s: float, step_time_s: floa
 
 
 def _untuned_s(report: LoaderTuningReport) -> float:
-    """Seconds per batch without loading processes; 0 where tuning chose none, and so changed nothing."""
+    """Return seconds per batch without workers; 0 if tuning chose none, and so changed nothing."""
     if report.chosen.num_workers == 0:
         return 0.0
     return next((point.batch_time_s for point in report.points if point.num_workers == 0), 0.0)

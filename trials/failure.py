@@ -1,4 +1,4 @@
-"""Words by which CUDA, HIP, SYCL, CANN, NCCL and torch report failures, and what each means. Standard library only."""
+"""Error messages of CUDA, HIP, SYCL, CANN, NCCL and torch, and the failures they mean. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ FailureClass = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSign:
-    """Words by which libraries report one class of failures."""
+    """Phrases by which libraries report one class of failures."""
 
     kind: FailureClass
     parts: tuple[str, ...]
-    """Lower-case parts of messages, whole words, any of which is enough."""
+    """Lower-case phrases of whole words; one is enough for a match."""
     is_only_if_full: bool = False
-    """Whether the words mean ``kind`` only where the device's memory is almost used up, and nothing otherwise."""
+    """Whether the phrases mean ``kind`` only if the device's memory is almost full, and nothing otherwise."""
     is_for_logs: bool = True
-    """Whether they are peculiar enough to be believed of a line of a log, and of an error of any type."""
+    """Whether the phrases are specific enough to match lines of logs and errors of any type."""
 
     def part_in(self, text: str) -> str | None:
-        """The first of the parts that stands in ``text``, which is lower-case, as words of their own; None if none
-        does: "uce error" is no part of "reduce error"."""
+        """Return the first phrase that occurs in ``text``, which is lower-case, as whole words; None if none does. "uce
+        error" does not match "reduce error"."""
         return next((part for part in self.parts if _mentions(text, part)), None)
 
 
@@ -56,14 +56,14 @@ def _mentions(text: str, words: str) -> bool:
 
 
 def _cann(*codes: int) -> tuple[str, ...]:
-    """CANN's error codes in the forms of torch_npu, MindSpore and the runtime itself."""
+    """Return CANN's error codes as printed by torch_npu, MindSpore and the runtime."""
     forms = ("error code is {}", "error code:{}", "runtime result = {}")
     return tuple(form.format(code) for code in codes for form in forms)
 
 
 SIGNS: tuple[FailureSign, ...] = (
-    # Registering memory with the network card fails by the limit on locked memory, not for want of memory; NCCL's
-    # segments in shared memory by a small /dev/shm, HSA's by a container without --ipc=host.
+    # Registering memory with the network card fails because of the limit on locked memory, not for lack of memory;
+    # NCCL's segments in shared memory because of a small /dev/shm, HSA's in a container without --ipc=host.
     FailureSign(
         kind="node_setup",
         parts=(
@@ -78,7 +78,7 @@ SIGNS: tuple[FailureSign, ...] = (
             "memory critical error by agent node",
         ),
     ),
-    # torch's CPU allocator, C++, mmap and fork; loaders that pass batches through /dev/shm, memory of the host as well.
+    # torch's CPU allocator, C++, mmap and fork; loaders pass batches through /dev/shm, which is host memory too.
     FailureSign(
         kind="host_oom",
         parts=(
@@ -136,7 +136,7 @@ SIGNS: tuple[FailureSign, ...] = (
         ),
     ),
     FailureSign(kind="oom", parts=("out of memory",), is_for_logs=False),
-    # What libraries say when a handle, a workspace or scratch memory does not fit, and of some mistakes as well.
+    # Messages about handles, workspaces or scratch memory that do not fit, but also about some mistakes in code.
     FailureSign(
         kind="oom",
         parts=(
@@ -155,7 +155,7 @@ SIGNS: tuple[FailureSign, ...] = (
         is_only_if_full=True,
         is_for_logs=False,
     ),
-    # The hardware: uncorrectable errors of memory and links, devices that went away.
+    # Hardware: uncorrectable errors of memory and links, and devices that disappeared.
     FailureSign(
         kind="device_lost",
         parts=(
@@ -179,7 +179,7 @@ SIGNS: tuple[FailureSign, ...] = (
             "maybe the last training process is running",
         ),
     ),
-    # The node's software or network, or a device that it should have and does not show.
+    # Software or network of the node, or a device that should be there and is not.
     FailureSign(
         kind="node_setup",
         parts=(
@@ -212,7 +212,7 @@ SIGNS: tuple[FailureSign, ...] = (
             *_cann(207004, 507033),
         ),
     ),
-    # What a kernel of the candidate's did wrong, wherever it runs; peers lose it, and say so at more length.
+    # Errors in a kernel of the candidate; its peers lose the connection and report that at greater length.
     FailureSign(
         kind="error",
         parts=(
@@ -223,8 +223,8 @@ SIGNS: tuple[FailureSign, ...] = (
             "duplicate gpu detected",
         ),
     ),
-    # A kernel that breaks off without saying why: the device's fault, or the kernel's. SYCL's "device lost" is one of
-    # them, as its drivers say it of allocations that are too large as well.
+    # A kernel that stops without a reason: the fault of the device or the kernel. SYCL's "device lost" is one of them,
+    # because its drivers also report it for allocations that are too large.
     FailureSign(
         kind="device_suspect",
         parts=(
@@ -252,7 +252,7 @@ SIGNS: tuple[FailureSign, ...] = (
         ),
     ),
     FailureSign(kind="port", parts=("eaddrinuse", "address already in use"), is_for_logs=False),
-    # A peer went away or never came: gloo, the stores, NCCL and its watchdog, InfiniBand, HCCL.
+    # A peer disappeared or never came: gloo, the stores, NCCL and its watchdog, InfiniBand, HCCL.
     FailureSign(
         kind="connection",
         parts=(
@@ -307,21 +307,21 @@ SIGNS: tuple[FailureSign, ...] = (
         is_for_logs=False,
     ),
 )
-"""Words and what they mean; of several that occur in one message, the first of the table counts."""
+"""Phrases and their meanings; if a message contains several, the first in the table counts."""
 
 
 def sign_in_log(line: str) -> FailureSign | None:
-    """The sign by whose words a line of a log, lower-case, tells of a failure; None where it tells of none."""
+    """Return the sign that a lower-case line of a log matches; None if none."""
     return next((sign for sign in SIGNS if sign.is_for_logs and sign.part_in(line) is not None), None)
 
 
-# Why a process aborted, and whether one did, from what libraries and launchers printed. Standard library only.
+# Detection of aborts and their reasons in the output of libraries and launchers. Standard library only.
 
 
 _CHILD_ABORTED = re.compile(
     "|".join(
         (
-            r"\bexitcode\s*: -6\b",  # torchrun, and what is built on it: accelerate, LLaMA-Factory, ms-swift
+            r"\bexitcode\s*: -6\b",  # torchrun and tools based on it: accelerate, LLaMA-Factory, ms-swift
             r"\bSignal 6 \(SIGABRT\) received by PID\b",
             r"\bexits with return code = -6\b",  # deepspeed
             r"\bdied with <Signals\.SIGABRT\b",  # Python's subprocess: accelerate without torchrun
@@ -332,18 +332,18 @@ _CHILD_ABORTED = re.compile(
             r"\bEXIT STRING: Abort(?:ed)? \(signal 6\)",
             r"\bsrun: error: .{0,200}: Aborted\b",
             r"\] code -6 log\b",  # paddle.distributed.launch
-            r"\bprocess \d+ exit with exception\b",  # msrun, which does not say by what
+            r"\bprocess \d+ exit with exception\b",  # msrun, without the signal
             r"\bAborted\s+\(core dumped\)",  # shells
             r"^Fatal Python error: Aborted\b",
         )
     ),
     re.MULTILINE,
 )
-"""How launchers say that a process which they started has aborted; they themselves end with a code of their own."""
+"""Messages of launchers about an aborted child process; launchers themselves exit with a different code."""
 _RESTART = "will restart worker group"
-"""What torchrun says before it starts all ranks again: whatever came before was survived."""
+"""torchrun's message before it restarts all ranks: earlier errors were survived."""
 _REASONS = ("terminated with exception:", "what():")
-"""Words behind which libraries say why they abort."""
+"""Phrases after which libraries print the reason of an abort."""
 _ABORTS = (
     *_REASONS,
     "terminate called",
@@ -359,23 +359,23 @@ _ABORTS = (
     "fatal python error",
     "process abort signal",
 )
-"""Words with which an abort begins, in lower case."""
+"""First words of an abort's output, in lower case."""
 _REASON_LINES = 8
-"""How many lines behind such words belong to them, unless a stack begins."""
+"""Number of lines after such words that belong to them, unless a stack trace begins."""
 _STACK = ("frame #", "exception raised from")
 
 
 def mentions_abort(text: str) -> bool:
-    """Whether the output of a launcher reports that a process which it started has aborted."""
+    """Whether a launcher's output reports that a process it started aborted."""
     return _CHILD_ABORTED.search(text) is not None
 
 
 def cause_in_log(text: str) -> tuple[FailureClass, str] | None:
-    """The class and the line that say why a process aborted, from the end of its log; None where nothing does.
+    """Find why a process aborted, in the end of its log: class and log line, or None if unknown.
 
-    A device that broke is never survived. What else a program may have survived, such as a kernel under tuning that
-    found no memory, counts only from where the first abort begins, and memory only in the reason that an abort gives.
-    Where several ranks write to one log, a cause comes before the connections that it broke.
+    A broken device always counts. Other failures may have been survived, such as a kernel under tuning that ran out of
+    memory, so they count only from the first abort on, and memory only within an abort's reason. If several ranks write
+    to one log, a cause takes precedence over the connections that it broke.
     """
     lines = [line for line in text.rpartition(_RESTART)[2].splitlines() if line.strip()]
     begin = next((at for at, line in enumerate(lines) if _is_abort(line.lower())), None)
@@ -388,8 +388,7 @@ def cause_in_log(text: str) -> tuple[FailureClass, str] | None:
 
 
 def _causes(lines: Sequence[str]) -> Iterator[tuple[int, FailureClass | None, str]]:
-    """The lines that tell of a failure, with their numbers and its class; None for an abort for an
-    unknown reason."""
+    """Yield lines that report a failure: number, class (None for an abort without a known reason) and text."""
     left, unknown = 0, None
     for at, line in enumerate((*lines, _STACK[0])):
         lowered = line.lower()
@@ -416,7 +415,7 @@ def _has_reason(line: str) -> bool:
     return any(line.rpartition(words)[2].strip() for words in _REASONS if words in line)
 
 
-# What can go wrong in a rank, how to tell which kind an error is, and what follows. Standard library only.
+# Errors of a rank, their classification, and the consequences. Standard library only.
 #
 # ::
 #
@@ -425,41 +424,39 @@ def _has_reason(line: str) -> bool:
 #     NonFiniteLoss (ArithmeticError)  the loss or the gradient norm became inf or nan
 #     NodeFault (RuntimeError)         the node failed, not the candidate
 #
-# Everything else is known by its words: :data:`trials.failure.SIGNS` is the table of them, and
-# :mod:`trials.failure` finds them in the log of a process that aborted. :data:`TREATMENTS` says what each leads
-# to.
+# All other errors are recognised by their messages: :data:`trials.failure.SIGNS` is the table, and
+# :func:`cause_in_log` finds them in the log of an aborted process. :data:`TREATMENTS` has the consequences.
 
 
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
-    """The runner refuses the specification: retrying cannot help. The message names the rule and the remedy."""
+    """The runner refuses the specification, so a retry cannot help. The message names the rule and the remedy."""
 
     refused: tuple[str, ...] = ()
-    """Knobs that the program cannot take, see :class:`trials.outcome.Infeasible`."""
+    """Knobs that the program cannot take; see :class:`trials.outcome.Infeasible`."""
 
 
 class DataError(ValueError):
     """The training data cannot be read or is too short. The message names the path and the remedy."""
 
 
-class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
+class NonFiniteLoss(ArithmeticError):  # noqa: N818  # named after the finding
     """Training diverged. The message names the step and the value."""
 
 
-class NodeFault(RuntimeError):  # noqa: N818  # says whose fault it is
-    """The node is at fault or something on it is in the way; another launch may work. The message has the details."""
+class NodeFault(RuntimeError):  # noqa: N818  # named after the culprit
+    """The node is at fault, or something on it is in the way; another launch may work. The message has the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What follows from a class of failures."""
+    """Consequences of a class of failures."""
 
     ends_as: Literal["oom", "host_oom", "infeasible", "diverged", "crashed", "gang_lost"]
     """Kind of the gang's outcome (:mod:`trials.outcome`)."""
     strikes_node: bool = False
-    """Whether the node is to blame: it goes into quarantine when that happens repeatedly, and the attempt is launched
-    elsewhere."""
+    """Whether the node is to blame: the attempt is launched elsewhere, and the node is quarantined if this repeats."""
     remedy: str = ""
-    """What people can do about it, as the end of a sentence; empty where the message says it or nothing is to do."""
+    """Remedy for people, as the end of a sentence; empty if the message has it or there is none."""
 
 
 TREATMENTS: Mapping[str, Treatment] = {
@@ -469,7 +466,7 @@ TREATMENTS: Mapping[str, Treatment] = {
     "data": Treatment(ends_as="infeasible"),
     "diverged": Treatment(ends_as="diverged"),
     "disk": Treatment(ends_as="gang_lost", strikes_node=True, remedy="free disk space on the node"),
-    "killed": Treatment(ends_as="gang_lost"),  # a signal that neither we nor the kernel sent
+    "killed": Treatment(ends_as="gang_lost"),  # a signal that neither this project nor the kernel sent
     "port": Treatment(ends_as="gang_lost", strikes_node=True),
     "lost": Treatment(ends_as="gang_lost", strikes_node=True),
     "device_lost": Treatment(
@@ -487,11 +484,11 @@ TREATMENTS: Mapping[str, Treatment] = {
         strikes_node=True,
         remedy="check the node: driver, /dev/shm, locked memory limit, network interfaces",
     ),
-    "device_suspect": Treatment(  # a kernel of the candidate's may be the reason as well
+    "device_suspect": Treatment(  # a kernel of the candidate may also be the cause
         ends_as="gang_lost",
         remedy="if it recurs on one node, check its devices; if for one candidate, its kernels",
     ),
-    "connection": Treatment(  # where no failure of a peer's explains it
+    "connection": Treatment(  # if no failure of a peer explains it
         ends_as="gang_lost", remedy="if it recurs, check the network between the nodes"
     ),
     "error": Treatment(ends_as="crashed"),
@@ -499,9 +496,9 @@ TREATMENTS: Mapping[str, Treatment] = {
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""Error numbers that mean that nothing can be written on this host: no fault of the candidate."""
+"""Error numbers of a host on which nothing can be written: no fault of the candidate."""
 _NO_PROCESS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Numbers of errors of a host that cannot start another process."""
+"""Error numbers of a host that cannot start another process."""
 
 _BY_ERRNO: Mapping[int, FailureClass] = {
     errno.ENOMEM: "host_oom",
@@ -537,26 +534,25 @@ _OF_CODE = frozenset(
     }
     | {"NotImplementedError", "ImportError", "ModuleNotFoundError", "SyntaxError", "ZeroDivisionError"}
 )
-"""Types of errors that indicate a mistake in the code: of their words, only the most peculiar mean something else."""
+"""Error types that indicate a mistake in the code; only the most specific phrases override that."""
 
 
 def of_host(error: OSError) -> Literal["disk", "lost"] | None:
-    """The class of an error that our own files and processes met, where the host is at fault; None where it is not."""
+    """Classify an error in our own files and processes that is the host's fault; return None if it is not."""
     if error.errno in _DISK:
         return "disk"
     return "lost" if error.errno in _NO_PROCESS else None
 
 
 def classify(error: BaseException, device: str = "cpu", *, is_memory_full: bool = False) -> FailureClass:
-    """Say what kind of failure ``error`` of a rank on ``device`` is, looking through its chain of causes.
+    """Classify ``error`` of a rank on ``device``, including its chain of causes.
 
-    The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,
-    so it counts only when nothing in the chain says more; "error" is everything not recognised. A rank on the CPU has
-    the host's memory (its share, by :func:`trials.training.measure.limit_memory`) for a device's: for it there
-    is no "host_oom".
+    The innermost error of a specific class wins. "connection" is collateral: a peer failed first, so it counts only if
+    nothing in the chain is more specific. "error" is everything not recognised. A rank on the CPU uses the host's
+    memory (its share, by :func:`trials.training.measure.limit_memory`) as device memory, so it has no "host_oom".
 
     Args:
-        is_memory_full: whether the device has next to no memory left, which tells what some words of libraries mean.
+        is_memory_full: whether the device has almost no free memory, which decides the meaning of some phrases.
     """
     kinds = [_classify_one(link, is_memory_full) for link in _chain(error)]
     for kind in reversed(kinds):

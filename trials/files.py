@@ -1,4 +1,4 @@
-"""Files that other processes read, and the JSON that dataclasses become in them. Standard library only."""
+"""Files that other processes read, and dataclasses as JSON. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, Union
 from uuid import uuid4
 
-# ---- Atomic file writes, and folders that only their owner can read. Standard library only
+# ---- Atomic writes, and folders that only their owner can read
 
+# With less free space, even small files may be cut off.
 FULL_BYTES = 1 << 20
-"""A disk with less free space counts as full: the next file of any size may be cut off."""
 
 
 def is_disk_full(path: Path) -> bool:
-    """Whether the file system of ``path`` has next to no space, or no inodes, left for this user; False where that is
-    unknown."""
+    """Whether the file system of ``path`` has almost no space or no inodes left for this user; False if unknown."""
     try:
         found = os.statvfs(path)
     except OSError:
         return False
-    num_blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail  # root may use what is reserved
+    num_blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail  # root may use reserved blocks
     is_out_of_inodes = found.f_files > 0 and found.f_ffree == 0
     return is_out_of_inodes or (found.f_blocks > 0 and num_blocks * found.f_frsize < FULL_BYTES)
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes], *, mode: int | None = None) -> None:
-    """Put ``chunks`` at ``path`` as a whole or not at all; a link there is replaced, not followed.
+    """Write ``chunks`` to ``path`` completely or not at all; a link there is replaced, not followed.
 
     Args:
         mode: permissions of the file; None leaves them to the umask.
 
     Raises:
-        OSError: it cannot be written; what was at ``path`` is as it was.
+        OSError: it cannot be written; ``path`` is then unchanged.
     """
     temporary = path.with_name(f".{path.name[:64]}.{uuid4().hex[:8]}")
     try:
@@ -60,7 +59,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading bytes.
 
     Raises:
-        OSError: it cannot be opened or is a folder, a device or a pipe, from which reading might never end.
+        OSError: it cannot be opened, or is a folder, a device or a pipe, from which reading might never end.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe waits for a writer otherwise
     try:
@@ -75,10 +74,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> str:
-    """The text of a regular UTF-8 file.
+    """Read a regular UTF-8 file.
 
     Raises:
-        OSError: as :func:`open_regular`.
+        OSError: see :func:`open_regular`.
         UnicodeDecodeError: it is not UTF-8.
     """
     with open_regular(path) as file:
@@ -86,7 +85,7 @@ def read_regular(path: Path) -> str:
 
 
 def write_json(value: Any, path: Path | None) -> None:
-    """Write a JSON value, indented, to the file atomically, or to stdout without one."""
+    """Write a JSON value, indented, to the file atomically, or to stdout if ``path`` is None."""
     text = json.dumps(value, indent=1) + "\n"
     if path is None:
         sys.stdout.write(text)
@@ -95,7 +94,7 @@ def write_json(value: Any, path: Path | None) -> None:
 
 
 def make_private_folder(path: Path) -> Path:
-    """Create ``path`` and its missing parents for their owner alone; what is there already keeps its mode."""
+    """Create ``path`` and its missing parents for their owner only; existing folders keep their mode."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -104,8 +103,8 @@ def make_private_folder(path: Path) -> Path:
 
 # ---- Frozen dataclasses to plain JSON values and back, strictly
 #
-# Members of a union carry a ``kind`` class variable; it is written into the JSON object and selects the class on the
-# way back. Everything that crosses a process boundary or reaches the disk goes through here: nothing is pickled.
+# Members of a union have a class variable ``kind``; it is written into the JSON object and selects the class when
+# reading. All data that crosses a process boundary or reaches the disk uses this codec: nothing is pickled.
 
 T = TypeVar("T")
 
@@ -113,11 +112,11 @@ _SCALARS = (bool, int, float, str)
 
 
 class CodecError(ValueError):
-    """The JSON value does not describe the wanted type; the message starts with the path to the bad part."""
+    """A JSON value does not describe the wanted type; the message starts with the path to the bad part."""
 
 
 def to_json(value: Any) -> Any:
-    """Turn ``value`` (dataclasses, tuples, mappings, string enums, paths, scalars) into JSON-compatible values."""
+    """Convert ``value`` (dataclasses, tuples, mappings, string enums, paths, scalars) to JSON-compatible values."""
     if isinstance(value, enum.StrEnum):
         return value.value
     if isinstance(value, Path):
@@ -136,7 +135,7 @@ def to_json(value: Any) -> Any:
 
 
 def fields_json(value: Any, *names: str) -> dict[str, Any]:
-    """The fields and properties of these names, as JSON values."""
+    """Return the named fields and properties as JSON values."""
     return {name: to_json(getattr(value, name)) for name in names}
 
 
@@ -153,7 +152,7 @@ def from_json(cls: type[T] | Any, data: Any, path: str = "$") -> T:
 
 
 def canonical_json(value: Any) -> str:
-    """The one text for a value: sorted keys, no spaces, no NaN. Hashes are taken of this."""
+    """Return the unique text of a value: sorted keys, no spaces, no NaN. Hashes are computed from it."""
     return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -166,9 +165,9 @@ _Decode = Callable[[Any], Any]
 
 
 class _MismatchError(Exception):
-    """JSON values that do not fit: messages, each with the path to the bad part as far as it is known.
+    """Mismatched JSON values: messages, each with the path to the bad part as far as known.
 
-    Paths are put together only when something is wrong: a ledger has far more good values than bad ones.
+    Paths are assembled only on errors, because a ledger has far more good values than bad ones.
     """
 
     def __init__(self, *found: tuple[str, str]) -> None:
@@ -181,7 +180,7 @@ class _MismatchError(Exception):
 
 @functools.cache
 def _decoder(cls: Any) -> _Decode:
-    """The function that builds a ``cls`` from JSON values, or raises :class:`_MismatchError`; made once per type."""
+    """Return the cached function that decodes JSON values to ``cls`` or raises :class:`_MismatchError`."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
     if cls is Any:
         return lambda data: data
@@ -268,7 +267,7 @@ def _union_decoder(members: tuple[Any, ...]) -> _Decode:
 def _dataclass_decoder(cls: Any) -> _Decode:
     @functools.cache
     def decoders() -> dict[str, _Decode]:
-        """Decoder of every field, by its name."""
+        """Return the decoder of every field by name."""
         hints = typing.get_type_hints(cls)
         return {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(cls)}
 
@@ -302,7 +301,7 @@ def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode
 
 @functools.cache
 def _field_names(cls: Any) -> tuple[str, ...] | None:
-    """Names of a dataclass's fields; None for every other type."""
+    """Return the names of a dataclass's fields; None for other types."""
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 

@@ -1,7 +1,7 @@
-"""What else ran on a node while a gang measured there: load by others, stolen time, clocks. Standard library only.
+"""Other load on a node during a gang's measurement: foreign processes, stolen time, clocks. Standard library only.
 
-Shares are of the node's capacity, which is the time of all processors that the gang may run on: a share of 0.5 on two
-processors is one whole processor. None means unknown: the system does not tell, or the window was too short.
+Fractions are of the node's capacity, the time of all processors that the gang may use: 0.5 on two processors is one
+whole processor. None means unknown: not reported by the system, or the window was too short.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, Final, Literal
 from trials.accelerator.kinds import POWER_CAP, HealthSample
 
 FOREIGN_CPU_LIMIT: Final = 0.05
-"""Share of the node's processors used by others from which on a trial counts as disturbed."""
+"""Fraction of the node's processors used by others from which a trial counts as disturbed."""
 STOLEN_LIMIT: Final = 0.02
-"""Share taken by the hypervisor, or by the container's own quota, from which on a trial counts as disturbed."""
+"""Fraction taken by the hypervisor or the container's quota from which a trial counts as disturbed."""
 LOAD_SUFFIX: Final = ".load.json"
-"""Ends the names of the files in an attempt's folder in which wardens keep what they saw, should the controller die."""
+"""Suffix of the files in an attempt's folder in which wardens record load, in case the controller dies."""
 MAX_NODES_SHOWN: Final = 8
-"""Nodes of a gang whose figures are kept: those disturbed most."""
+"""Most nodes of a gang with recorded figures: those disturbed most."""
 THROTTLED_BY: Final = {
     "hw_slowdown": 0x08,
     "sw_thermal": 0x20,
     "hw_thermal": 0x40,
     "hw_power_brake": 0x80,
 }
-"""Reasons for lowered clocks that say that something is wrong, and their bits in NVML's mask (nvml.h,
-nvmlClocksThrottleReasons). A software power cap is none: under full load it is how large GPUs normally run."""
+"""Reasons for lowered clocks that indicate a problem, and their bits in NVML's mask (nvml.h,
+nvmlClocksThrottleReasons). A software power cap is not one: large GPUs normally run at it under full load."""
 
 
 UsageKind = Literal["cpu_percent", "memory_bytes", "device_percent", "device_memory_bytes", "device_power_w"]
@@ -38,15 +38,15 @@ UsageKind = Literal["cpu_percent", "memory_bytes", "device_percent", "device_mem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A figure of a node over time, all processes counted, from the gang's launch to the end of its first rank."""
+    """A figure of a node over time, for all processes, from the gang's launch to the end of its first rank."""
 
     kind: UsageKind
     device: str = ""
-    """Index of the device on its node, empty for figures of the node."""
+    """Index of the device on its node; empty for figures of the node."""
     period_s: float
-    """Seconds between two values; the first belongs to the first period."""
+    """Seconds between two values; the first value covers the first period."""
     values: tuple[float, ...]
-    """Percent of the processors that the gang may use or of the device's time, bytes in use, or watts."""
+    """Percent of the usable processors or of the device's time, bytes in use, or watts."""
 
     @property
     def mean(self) -> float:
@@ -55,35 +55,35 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What else one node did while a gang measured on it."""
+    """Other load on one node while a gang measured on it."""
 
     node: str
     seconds: float
-    """Length of the window that was looked at."""
+    """Length of the observed window."""
     foreign_cpu: float | None = None
-    """Share used by processes that are not the sweep's; its own trials that run beside are no foreign load."""
+    """Fraction used by processes outside the sweep; concurrent trials of the sweep do not count."""
     foreign_processes: tuple[str, ...] = ()
-    """The foreign processes that can be seen and used most, such as ``python 1.9``: name and processors."""
+    """Visible foreign processes with the highest use, such as ``python 1.9``: name and processors."""
     steal: float | None = None
-    """Share taken by the hypervisor for other machines."""
+    """Fraction taken by the hypervisor for other machines."""
     quota: float | None = None
-    """Share of the time in which the control group was stopped for having used up its quota."""
+    """Fraction of the time in which the control group was throttled for exceeding its quota."""
     pressure: float | None = None
-    """Share of the time in which some process waited for a processor, the sweep's own among them."""
+    """Fraction of the time in which some process, including the sweep's own, waited for a processor."""
     foreign_on_devices: tuple[str, ...] = ()
-    """Processes of others on the gang's devices, such as ``pid 4711 on GPU 3``."""
+    """Foreign processes on the gang's devices, such as ``pid 4711 on GPU 3``."""
     throttled_by: tuple[str, ...] = ()
-    """Keys of :data:`THROTTLED_BY` that were seen on one of the devices."""
+    """Keys of :data:`THROTTLED_BY` observed on any device."""
     lowest_clock: float | None = None
-    """The lowest clock seen of any device, as a share of its highest possible one."""
+    """Lowest clock observed on any device, as a fraction of its maximum."""
     highest_temperature_c: float | None = None
-    """The highest temperature seen of any device, in degrees Celsius."""
+    """Highest temperature observed on any device, in degrees Celsius."""
     usage: tuple[Usage, ...] = ()
-    """How busy the node and the gang's devices were."""
+    """Utilisation of the node and the gang's devices."""
 
     @property
     def is_disturbing(self) -> bool:
-        """Whether step times measured meanwhile say more about the machine than usual."""
+        """Whether the load makes concurrent step times doubtful."""
         return bool(
             (self.foreign_cpu or 0.0) >= FOREIGN_CPU_LIMIT
             or max(self.steal or 0.0, self.quota or 0.0) >= STOLEN_LIMIT
@@ -93,47 +93,46 @@ class Disturbance:
 
     @property
     def severity(self) -> float:
-        """A number by which nodes are ordered: how much of the node was not the gang's."""
+        """Fraction of the node that the gang did not have, for ordering nodes."""
         lost = (self.foreign_cpu or 0.0) + (self.steal or 0.0) + (self.quota or 0.0)
         return lost + len(self.throttled_by) + len(self.foreign_on_devices)
 
 
 def most_disturbed(found: Sequence[Disturbance]) -> tuple[Disturbance, ...]:
-    """What is kept of a gang's nodes: :data:`MAX_NODES_SHOWN`, the most disturbed first."""
+    """Return the nodes to record: the :data:`MAX_NODES_SHOWN` most disturbed, in descending order."""
     ordered = sorted(found, key=lambda one: (-one.severity, one.node))
     return tuple(ordered[:MAX_NODES_SHOWN])
 
 
 def reasons_in(mask: int) -> tuple[str, ...]:
-    """The reasons of :data:`THROTTLED_BY` in a mask of NVML's."""
+    """Return the reasons of :data:`THROTTLED_BY` in an NVML mask."""
     return tuple(name for name, bit in THROTTLED_BY.items() if mask & bit)
 
 
-# What a rank learnt of its device apart from times: memory as the device has it, clocks, heat, power, errors. Standard
-# library only.
+# What a rank observed of its device apart from times: total memory, clocks, heat, power, errors.
 
 
 MAX_DEVICES_SHOWN: Final = 8
-"""Devices of a gang whose health is kept."""
+"""Most devices of a gang with recorded health."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of a rank's device at the end of its run; of a gang, the worst of any rank."""
+    """Memory of a rank's device at the end of its run; for a gang, the worst of all ranks."""
 
     total_bytes: int
     outside_bytes: int
-    """In use, but not held by torch's allocator: context, kernels, communicators, and whatever others hold there."""
+    """In use, but outside of torch's allocator: context, kernels, communicators, and memory of other processes."""
     num_retries: int = 0
-    """How often the allocator had to give back what it kept before it could go on: each time takes long."""
+    """How often the allocator had to release cached memory before it could continue, which is slow."""
     num_ooms: int = 0
-    """How often it failed even so; a program may go on after that."""
+    """How often that was not enough; a program may survive this."""
     settings: str = ""
-    """The allocator's settings, as in ``PYTORCH_CUDA_ALLOC_CONF``; empty where it has no such settings."""
+    """The allocator's settings, as in ``PYTORCH_CUDA_ALLOC_CONF``; empty if it has none."""
 
 
 def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
-    """One value for a gang: the least memory, and the most of what one would rather not have."""
+    """Combine the ranks of a gang: the smallest memory, and the largest of the other values."""
     known = [memory for memory in ranks if memory is not None]
     if not known:
         return None
@@ -148,7 +147,7 @@ def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHealth:
-    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None if unknown."""
+    """Clocks, heat, power and memory errors of a rank's device during the measurement; None if unknown."""
 
     rank: int
     num_samples: int
@@ -156,31 +155,31 @@ class DeviceHealth:
     """Median clock of the multiprocessors."""
     lowest_sm_clock_mhz: int | None = None
     max_sm_clock_mhz: int | None = None
-    """The highest clock that the device can have."""
+    """Maximum clock of the device."""
     memory_clock_mhz: float | None = None
     """Median."""
     throttled_by: tuple[str, ...] = ()
-    """Keys of :data:`~trials.health.THROTTLED_BY` that were seen."""
+    """Keys of :data:`~trials.health.THROTTLED_BY` that were observed."""
     power_capped: float | None = None
-    """Share of the samples in which the software power cap held the clocks down, as is usual under full load."""
+    """Fraction of samples in which the software power cap limited the clocks, as is normal under full load."""
     highest_temperature_c: int | None = None
     mean_power_w: float | None = None
     power_limit_w: float | None = None
     corrected_errors: int | None = None
-    """Errors of the memory that ECC corrected meanwhile."""
+    """Memory errors corrected by ECC during the measurement."""
     uncorrected_errors: int | None = None
-    """Those that it could not correct."""
+    """Memory errors that ECC could not correct."""
 
     @property
     def lowest_clock(self) -> float | None:
-        """The lowest clock of the multiprocessors as a share of the highest possible one."""
+        """Lowest clock of the multiprocessors, as a fraction of the maximum."""
         if self.lowest_sm_clock_mhz is None or not self.max_sm_clock_mhz:
             return None
         return self.lowest_sm_clock_mhz / self.max_sm_clock_mhz
 
 
 def device_health(rank: int, samples: Sequence[HealthSample]) -> tuple[DeviceHealth, ...]:
-    """What the samples of a rank's device amount to; nothing where there are none."""
+    """Summarise the samples of a rank's device; empty if there are none."""
     if not samples:
         return ()
     masks = _reported(samples, "throttle_mask")
@@ -216,8 +215,8 @@ def _increase(counts: list[int]) -> int | None:
 
 
 def most_noteworthy(ranks: Iterable[DeviceHealth]) -> tuple[DeviceHealth, ...]:
-    """What is kept of a gang's devices, :data:`MAX_DEVICES_SHOWN`: those in trouble first, then those with the lowest
-    clocks."""
+    """Return the devices to record, at most :data:`MAX_DEVICES_SHOWN`: those with problems first, then those with the
+    lowest clocks."""
     ordered = sorted(
         ranks,
         key=lambda one: (-(one.uncorrected_errors or 0), not one.throttled_by, one.lowest_clock or 1.0, one.rank),
@@ -228,9 +227,9 @@ def most_noteworthy(ranks: Iterable[DeviceHealth]) -> tuple[DeviceHealth, ...]:
 def with_throttling(
     disturbances: Sequence[Disturbance], ranks: Iterable[tuple[str, DeviceHealth]]
 ) -> list[Disturbance]:
-    """``disturbances`` of nodes, and what ranks saw of lowered clocks: pairs of a rank's node and its device's health.
+    """Add throttling to the ``disturbances`` of nodes; ``ranks`` are pairs of a rank's node and its device's health.
 
-    A node without other observations is disturbed if clocks were lowered.
+    A node without other observations is disturbed if its clocks were lowered.
     """
     by_node = {one.node: one for one in disturbances}
     for node, health in ranks:

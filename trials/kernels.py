@@ -24,27 +24,28 @@ from trials.accelerator.device import capability, has_cudnn
 from trials.accelerator.kinds import FAMILIES
 from trials.attention import TAKES_GROUPED, AttentionPlan, Back, Kernel, Parts, causal_attention, plan_attention
 from trials.failure import InfeasibleSpec
+from trials.models.built_in import Head
 from trials.models.model import TrainModel
 from trials.outcome import Phase, ProgressSink
 from trials.precision import compute_dtype, matmul_precision
 from trials.reports import GraphReport, KernelTuningReport
 from trials.spec import Kernels, LlamaModel, TrialSpec, decoder_of
 
-# Signs of life of a rank that compiles: a cold compilation takes minutes, in which no step ends.
+# Heartbeats of a compiling rank: a cold compilation takes minutes, in which no step ends.
 #
-# torch calls back when it begins and ends to compile a graph, forward or backward, and to record CUDA graphs. Kernels
-# of Triton are tuned when they first run, of which it says nothing: their tuning is wrapped here.
+# torch has callbacks for the start and end of compiling a graph, forward or backward, and of recording CUDA graphs. It
+# has none for Triton kernels, which are tuned when they first run, so their tuning is wrapped here.
 
 
 BEAT_S = 5.0
-"""How often a compiling rank reports it."""
+"""Seconds between reports of a compiling rank."""
 _TRITON = "torch._inductor.runtime.triton_heuristics"
 _TUNINGS = ("autotune_to_one_config", "coordinate_descent_tuning")
-"""Methods of its ``CachingAutotuner`` that try out configurations of a kernel on the device."""
+"""Methods of Triton's ``CachingAutotuner`` that try out configurations of a kernel on the device."""
 
 
 class CompileBeats:
-    """A :class:`ProgressSink` that hands on to another one, and tells it every :data:`BEAT_S` of a compilation."""
+    """A :class:`ProgressSink` that forwards to another one, and reports every :data:`BEAT_S` during a compilation."""
 
     def __init__(self, progress: ProgressSink) -> None:
         self._progress = progress
@@ -56,7 +57,7 @@ class CompileBeats:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         self._tunings: dict[str, Callable[..., Any]] = {}
-        """Triton's own methods by name, as long as they are wrapped."""
+        """Triton's own methods by name, while they are wrapped."""
 
     def __call__(
         self, phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
@@ -67,13 +68,13 @@ class CompileBeats:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Beat for what is compiled in the body, wherever in this process."""
+        """Report compilations during the body, in any thread of this process."""
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # dynamo was reset, which forgets who listens
+            with contextlib.suppress(ValueError):  # resetting dynamo removes callbacks
                 callback_handler.remove_start_callback(self._begin)
                 callback_handler.remove_end_callback(self._end)
             self._is_over.set()
@@ -106,7 +107,7 @@ class CompileBeats:
         self._progress(self._phase, step=self._step, step_time_s=self._step_time_s, **more)
 
     def _watch_triton(self) -> None:
-        """Beat while kernels of Triton are tuned, from their first compilation on: until then it is not imported."""
+        """Report the tuning of Triton kernels from their first compilation on; Triton is not imported earlier."""
         tuner: Any = getattr(sys.modules.get(_TRITON), "CachingAutotuner", None)
         for name in () if self._tunings else _TUNINGS:
             if (tune := getattr(tuner, name, None)) is not None:
@@ -130,15 +131,15 @@ class CompileBeats:
         return watched
 
 
-# Has cuDNN measure its algorithms in a range of steps and take them from its cache afterwards, and counts its hits.
+# Lets cuDNN measure its algorithms in a range of steps and use its cache afterwards, and counts cache hits.
 
 
 class KernelTuner:
-    """Switches cuDNN's benchmark mode by step and counts the forward convolutions met.
+    """Switches cuDNN's benchmark mode by step, and counts forward convolutions.
 
-    A configuration is all that cuDNN's cache is keyed by: sizes, number format, memory format and the convolution's
-    own arguments. A lookup is a call after the range; a hit is one whose configuration was measured. cuDNN keeps the
-    first algorithm it chose for a configuration, so one that was met unmeasured, before the range, stays so.
+    A configuration is the key of cuDNN's cache: sizes, number format, memory format and the convolution's arguments. A
+    lookup is a call after the range; a hit is a lookup of a measured configuration. cuDNN keeps the first algorithm
+    chosen for a configuration, so one that occurs unmeasured before the range is never measured.
     """
 
     def __init__(self, models: Iterable[nn.Module], kernels: Kernels, device: torch.device) -> None:
@@ -172,14 +173,14 @@ class KernelTuner:
         return self._range[1] if self._range else 0
 
     def before_step(self, step: int) -> None:
-        """Switch measuring on or off for the step of this number, counting from 1."""
+        """Switch measuring on or off for this step, counted from 1."""
         self._step = step
         if self._range:
             self._measure(self._range[0] <= step <= self._range[1])
 
     @contextlib.contextmanager
     def before_training(self) -> Iterator[None]:
-        """Measure here too: convolutions run before the first step would fill cuDNN's cache with unmeasured ones."""
+        """Measure here too: convolutions before the first step would fill cuDNN's cache with unmeasured algorithms."""
         self._measure(bool(self._range))
         yield
         self._measure(False)
@@ -190,7 +191,7 @@ class KernelTuner:
             torch.backends.cudnn.benchmark = enabled
 
     def report(self) -> KernelTuningReport | None:
-        """What was counted; None when the knob is off."""
+        """Return the counts; None if the knob is off."""
         if not self._range:
             return None
         return KernelTuningReport(
@@ -226,50 +227,54 @@ class KernelTuner:
 
 
 def _configuration(conv: nn.Conv2d, x: torch.Tensor) -> Hashable:
-    """Key of cuDNN's cache for this call."""
+    """Return the key of cuDNN's cache for this call."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return x.shape, x.stride(), dtype, conv.weight.shape, conv.stride, conv.padding, conv.dilation, conv.groups
 
 
-# Graph mode: compiles the model, and reports what torch.compile did in this process and how long it took.
+# Graph mode: compile the model, and report what torch.compile did in this process and how long it took.
 
 
 _MAX_REASONS = 8
 _MAX_REASON_CHARS = 200
 _MAX_COMPILATIONS = 4096
 _HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypass")
-"""Names in torch's counters of what inductor's cache on disk had, and had not or could not have."""
+"""Names of torch's counters for hits and misses of inductor's cache on disk."""
 
 
 def apply_compile(model: TrainModel, kernels: Kernels) -> None:
-    """Compile in place every layer, equal ones sharing the code, or the model as a whole.
+    """Compile in place every layer, equal ones sharing the code, with head and loss, or the model as a whole.
 
-    A layer of ours must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are
-    fixed within a trial, so every shape gets a graph of its own instead of one for all.
+    A layer of ours must be one graph, and so must head and loss; the whole model may break into several, as it does at
+    FSDP's hooks. Shapes are fixed within a trial, so every shape gets a graph of its own instead of one for all.
+
+    A loss in chunks is no part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
     """
     if kernels.compile == "off":
         return
     mode = None if kernels.compile_mode == "default" else kernels.compile_mode
-    targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
+    head = getattr(model, "output", None)
+    heads = [head] if isinstance(head, Head) and kernels.loss_chunks == 1 else []
+    targets: list[nn.Module] = [model] if kernels.compile == "model" else [*model.layers.values(), *heads]
     for target in targets:
-        whole = kernels.compile == "block" and not model.is_own
+        whole = kernels.compile == "block" and (target in heads or not model.is_own)
         target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """One entry of torch's log: a forward graph, or the backward of one compiled at its first use."""
+    """One entry of torch's log: a forward graph, or a backward graph, which is compiled on first use."""
 
     is_forward: bool
     time_s: float
     reason: str | None
-    """Why code compiled before had to be compiled again."""
+    """Why previously compiled code had to be recompiled."""
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself; whoever listens
-    to compilations goes on listening."""
+    """Drop everything compiled so far, so that each trial in a process compiles and counts for itself; callbacks
+    stay."""
     begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
     callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends
@@ -280,7 +285,7 @@ def forget_compilations() -> None:
 
 
 def compilations() -> list[Compilation]:
-    """The log since :func:`forget_compilations`. The one place that reads torch's private metrics."""
+    """Return the log since :func:`forget_compilations`. Only this function reads torch's private metrics."""
     return [
         Compilation(bool(entry.is_forward), (entry.duration_us or 0) / 1e6, entry.recompile_reason or None)
         for entry in utils.get_compilation_metrics()
@@ -289,7 +294,7 @@ def compilations() -> list[Compilation]:
 
 
 def graph_report(log: Iterable[Compilation]) -> GraphReport:
-    """Sum up a log of compilations, and what inductor's cache had of them since :func:`forget_compilations`."""
+    """Summarise a log of compilations, and inductor's cache hits since :func:`forget_compilations`."""
     entries = list(log)
     forward = [entry for entry in entries if entry.is_forward]
     reasons = [entry.reason for entry in forward if entry.reason]
@@ -305,11 +310,11 @@ def graph_report(log: Iterable[Compilation]) -> GraphReport:
 
 
 def _shortened(reason: str) -> str:
-    """The first failed guard; more guards of the same recompilation follow on further lines."""
+    """Return the first failed guard; further guards of the same recompilation are on the next lines."""
     return reason.strip().splitlines()[0][:_MAX_REASON_CHARS]
 
 
-# Process-wide settings that choose kernels: attention backend, matmul precision, how often Dynamo may compile.
+# Process-wide kernel settings: attention backend, matmul precision, Dynamo's recompilation limit.
 
 
 ATTENTION_BACKENDS: dict[Kernel, SDPBackend] = {
@@ -320,15 +325,15 @@ ATTENTION_BACKENDS: dict[Kernel, SDPBackend] = {
 }
 
 _MAX_GRAPHS_PER_FUNCTION = 128
-"""Dynamo gives up on a function compiled more often; blocks of different shapes are one function to it."""
+"""Dynamo gives up on functions compiled more often; to it, blocks of different shapes are one function."""
 
 
 @contextlib.contextmanager
 def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
-    """Apply the candidate's process-wide choices of kernels for the duration of the block.
+    """Apply the candidate's process-wide kernel settings during the body.
 
     Raises:
-        InfeasibleSpec: the device lacks the attention backend; names those it has.
+        InfeasibleSpec: the device lacks the attention backend; the message lists those it has.
     """
     kernels = spec.candidate.kernels
     with contextlib.ExitStack() as stack:
@@ -343,7 +348,7 @@ def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
 
 
 def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> AttentionPlan:
-    """How the trial computes attention on the device it is meant for; a dry run computes on another, ``device``."""
+    """Plan attention for the target device of the trial; a dry run computes on another one, ``device``."""
     candidate = spec.candidate
     is_wide = "scaled_dot_product_attention" in candidate.precision.black
     dtype = torch.float32 if is_wide else compute_dtype(candidate.precision)
@@ -353,7 +358,7 @@ def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> 
 
 
 def expected_attention(spec: TrialSpec) -> contextlib.AbstractContextManager[None]:
-    """Lets torch take on fake tensors the kernel that holds all scores where the device would take it."""
+    """Let torch use on fake tensors the kernel that materialises all scores, if the device would use it."""
     model = decoder_of(spec.workload.model)
     if model is None or spec.device not in TAKES_GROUPED:
         return contextlib.nullcontext()
@@ -374,9 +379,9 @@ def _check_attention(spec: TrialSpec, model: LlamaModel, device: torch.device) -
 
 
 def _runs_attention(name: Kernel, spec: TrialSpec, model: LlamaModel, device: torch.device) -> bool:
-    """Try a kernel, forward and backward: what it can do depends on device, build, type and shape.
+    """Try a kernel, forward and backward: support depends on device, build, type and shape.
 
-    A rank that holds a part of each sequence calls it in another way, which is tried then.
+    A rank that holds a part of each sequence uses another call, which is tried instead.
     """
     kernels = dataclasses.replace(spec.candidate.kernels, attention=name)
     candidate = dataclasses.replace(spec.candidate, kernels=kernels)

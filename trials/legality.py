@@ -1,4 +1,4 @@
-"""Which specifications the runner can train: rules with reasons. Knows ``spec`` and ``failure``; needs no torch."""
+"""Rules on what the runner can train, each with a reason. Knows ``spec`` and ``failure``; standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from re import _parser  # type: ignore[attr-defined]  # the only way to see what a pattern repeats
+from re import _parser  # type: ignore[attr-defined]  # no public way to see what a pattern repeats
 from typing import Any
 
 from trials.failure import InfeasibleSpec
@@ -35,49 +35,49 @@ from trials.spec import (
     decoder_of,
 )
 
-# Legality rules on layouts and batch sizes, on how they fit the model, and what a rule is. Standard library only.
+# Legality rules on layouts and batch sizes and on their fit to the model, and the type of a rule.
 #
-# Sources: the divisibility rules are those of the Megatron and PyTorch tensor-parallel layouts, the schedules' rules
-# those of ``torch.distributed.pipelining.schedules``; the others are combinations the runner cannot train.
+# Sources: the divisibility rules are those of the Megatron and PyTorch tensor-parallel layouts; the schedules' rules
+# are those of ``torch.distributed.pipelining.schedules``. The others are combinations that the runner cannot train.
 
 
 Check = Callable[[Workload, Candidate], str | None]
-"""Gives a one-line reason why the runner refuses the pair, or None."""
+"""Returns why the runner refuses the pair, in one line, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegalityRule:
-    """One thing the runner insists on."""
+    """One requirement of the runner."""
 
     id: str
     reads: tuple[str, ...]
-    """All that ``check`` looks at in addition to the workload: fields of the candidate, or attributes of theirs like
-    ``layout.tp``. Candidates that agree in those are judged alike, and once."""
+    """Inputs of ``check`` in addition to the workload: fields of the candidate, or attributes of these such as
+    ``layout.tp``. Candidates with equal inputs are checked only once."""
     check: Check
 
 
 def make_rules(*checks: tuple[str, str, Check]) -> tuple[LegalityRule, ...]:
-    """Rules from ids, what is read (separated by spaces) and checks."""
+    """Build rules from ids, inputs (separated by spaces) and checks."""
     return tuple(LegalityRule(id=name, reads=tuple(reads.split()), check=check) for name, reads, check in checks)
 
 
 def uses_ddp(layout: Layout) -> bool:
-    """Whether gradients are reduced by DistributedDataParallel: plain replication of whole parameters."""
+    """Whether DistributedDataParallel reduces the gradients: plain replication of whole parameters."""
     return layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
 
 
 def holds_plain(layout: Layout) -> bool:
-    """Whether every data-parallel rank holds its parameters whole, as plain tensors: under DDP and under ZeRO-1."""
+    """Whether every data-parallel rank holds whole parameters as plain tensors: under DDP and ZeRO-1."""
     return layout.zero_stage == 1 or uses_ddp(layout)
 
 
 def shape_problem(counts: Counts, layout: Layout) -> str | None:
-    """How ``counts`` differ from the layout's chunks and stages, to go behind their name; None where they agree."""
+    """Describe how ``counts`` differ from the layout's chunks and stages, to follow their name; None if they agree."""
     if len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts):
         return None
     num_stages = "/".join(str(len(row)) for row in counts) or 0
-    wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
-    return f"has {len(counts)} chunks of {num_stages} stages, the layout {wanted}"
+    given, wanted = (f"{count} chunk{'' if count == 1 else 's'}" for count in (len(counts), layout.num_virtual_stages))
+    return f"has {given} of {num_stages} stages, but the layout has {wanted} of {layout.pp} stages"
 
 
 # ---- degrees and data parallelism ----
@@ -110,7 +110,7 @@ def _own_pipeline(workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None:
-    """Modules of the user's are split by a plan, which the local engine cannot read."""
+    """Custom modules are split by a plan, which the local engine does not support."""
     layout, model = candidate.layout, workload.model
     if not isinstance(model, UserModel) or layout.tp == 1:
         return None
@@ -152,7 +152,7 @@ def _global_batch(workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _tp_divides(name: str) -> tuple[str, str, Check]:
-    """Id, what is read and check of the rule that ``tp`` divides this size of the model."""
+    """Build the rule that ``tp`` divides this size of the model: id, inputs and check."""
 
     def check(workload: Workload, candidate: Candidate) -> str | None:
         size, tp = getattr(decoder_of(workload.model), name, 0), candidate.layout.tp
@@ -206,7 +206,7 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _cp_sequence(workload: Workload, candidate: Candidate) -> str | None:
-    """Each rank holds an early and a late piece of every sequence, so that all have the same work."""
+    """Each rank holds an early and a late piece of every sequence, which balances the work."""
     cp, seq_length = candidate.layout.cp, workload.seq_length
     if cp == 1 or seq_length % (2 * cp) == 0:
         return None
@@ -227,12 +227,12 @@ def _cp_heads(workload: Workload, candidate: Candidate) -> str | None:
 
 
 def has_sane_chunks(num_layers: int, *, pp: int, num_virtual_stages: int) -> bool:
-    """Whether stages are about as many as layers; some may be empty, two more per rank than there are layers for."""
+    """Whether there are about as many stages as layers; some may be empty, at most two more per rank than layers."""
     return pp * num_virtual_stages <= num_layers + 2 * pp
 
 
 def _virtual_stages(workload: Workload, candidate: Candidate) -> str | None:
-    """Interleaving needs several chunks and the V shape exactly two; 1F1B has one; GPipe takes any number."""
+    """Interleaving needs several chunks, the V shape exactly two; 1F1B has one; GPipe allows any number."""
     layout = candidate.layout
     chunks, schedule = layout.num_virtual_stages, layout.schedule
     if layout.pp == 1:
@@ -263,7 +263,7 @@ def _stage_layers(workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _num_microbatches(workload: Workload, candidate: Candidate) -> str | None:
-    """``Schedule1F1B`` and ``ScheduleInterleaved1F1B`` of torch; its other schedules take any number."""
+    """Limits of torch's ``Schedule1F1B`` and ``ScheduleInterleaved1F1B``; its other schedules allow any number."""
     layout = candidate.layout
     number = candidate.num_microbatches(workload.global_batch_size)
     if layout.pp == 1:
@@ -306,23 +306,23 @@ LAYOUT_RULES = make_rules(
 )
 
 
-# Which patterns of selective recompute are accepted: regular expressions that match fast. Standard library only.
+# Patterns of selective recompute: only regular expressions that match fast are accepted.
 
 
 MAX_PATTERN_CHARS = 200
 MAX_WAYS = 64**4
-"""Most ways to match one path: those of four open repeats like ``.*`` in a row."""
+"""Most ways to match one path: the number for four unbounded repeats like ``.*`` in a row."""
 _PATH_CHARS = 64
-"""Repeats that an open one counts for: about the length of an operator's path."""
+"""Length assumed for an unbounded repeat: about that of an operator's path."""
 
 
 class _NestedRepeatError(Exception):
-    """Something is repeated that itself can match in several ways, so that their number grows exponentially."""
+    """A repeated part can itself match in several ways, so that the number of ways grows exponentially."""
 
 
-@functools.lru_cache(maxsize=1024)  # the same few patterns are asked for with every candidate
+@functools.lru_cache(maxsize=1024)  # every candidate has the same few patterns
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a selective-recompute pattern; None for a good one."""
+    """Return what is wrong with a selective-recompute pattern; None if nothing."""
     if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
         return f"a pattern must have 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
     try:
@@ -338,7 +338,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def _ways(nodes: Iterable[Any]) -> int:
-    """Upper bound on the ways in which a sequence of parsed nodes can match one path.
+    """Return an upper bound on the number of ways in which a sequence of parsed nodes can match one path.
 
     Raises:
         _NestedRepeatError: their number grows exponentially.
@@ -369,13 +369,13 @@ def _ways_of_node(code: str, argument: Any) -> int:
             return 1
 
 
-# Legality rules on whole candidates: recompute, kernels, precision, data reading. Standard library only.
+# Legality rules on whole candidates: recompute, kernels, precision, data reading.
 
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """Largest finite fp32 number."""
 FP32_TINY = 2.0**-126
-"""Smallest fp32 number whose inverse is one too; a loss scale multiplies and divides in fp32."""
+"""Smallest fp32 number whose inverse is also one; loss scaling multiplies and divides in fp32."""
 
 
 def _recompute_shape(workload: Workload, candidate: Candidate) -> str | None:
@@ -426,7 +426,7 @@ def _compile_with_zbv(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
-    """AOTAutograd hands what recompute saves to autograd as tensors, and the mesh of a DTensor is none (torch 2.13)."""
+    """AOTAutograd passes what recompute saves to autograd as tensors, but a DTensor's mesh is none (torch 2.13)."""
     layout = candidate.layout
     if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
         return None
@@ -436,9 +436,9 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
-    """A CUDA graph replays into the memory that it was captured with.
+    """A CUDA graph replays into the memory it was captured with.
 
-    So the outputs of one micro-batch must be done with before the next one runs, and parameters must stay in place.
+    So the outputs of one micro-batch must be consumed before the next one runs, and parameters must not move.
     """
     kernels, layout = candidate.kernels, candidate.layout
     if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead":
@@ -580,10 +580,10 @@ CANDIDATE_RULES = make_rules(
 )
 
 
-# Legality rules on 8-bit float matmuls (precision O1-fp8). Standard library only.
+# Legality rules on 8-bit float matmuls (precision O1-fp8).
 #
-# The kernels (cuBLASLt's, reached by ``torch._scaled_mm``) take matrices whose sides are multiples of 16. How many
-# rows a micro-batch has does not matter: those are padded where need be.
+# The kernels (cuBLASLt, through ``torch._scaled_mm``) need matrix sides that are multiples of 16. The number of rows of
+# a micro-batch does not matter: rows are padded if necessary.
 
 
 LEVEL = "O1-fp8"
@@ -604,7 +604,7 @@ def _model(workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _sizes(workload: Workload, candidate: Candidate) -> str | None:
-    """Sizes of a module of the user's are seen by the rank that builds it."""
+    """For custom modules, the rank that builds the module checks their sizes."""
     if candidate.precision.level != LEVEL:
         return None
     tp = candidate.layout.tp
@@ -617,7 +617,7 @@ def _sizes(workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:
-    """Sides of the layers' matrices that tensor parallelism may split, by what they are called."""
+    """Yield name and size of the sides of the layers' matrices that tensor parallelism may split."""
     model = workload.model
     if isinstance(model, LlamaModel):
         yield "hidden_size", model.hidden_size
@@ -635,16 +635,16 @@ FLOAT8_RULES = make_rules(
 )
 
 
-# Legality rules on what waits in host memory. Standard library only.
+# Legality rules on offloading to host memory.
 #
-# States of the optimiser go with everything: the update is element by element, and the host has all that it needs.
+# Optimiser states can always be offloaded: the update is elementwise, and the host has all its inputs.
 #
-# Activations are moved layer by layer, by hooks around a layer's call on what
-# autograd saves in it: whatever else decides there what is kept, or makes one graph of several layers, excludes that.
+# Activations are moved layer by layer, by hooks around a layer's call on what autograd saves in it. This excludes other
+# mechanisms that decide what is kept there, and those that make one graph of several layers.
 
 
 def _selective(_workload: Workload, candidate: Candidate) -> str | None:
-    """Selective recompute decides by itself what is kept of a tensor, so there is nothing whole to copy."""
+    """Selective recompute decides itself what is kept of a tensor, so there is nothing whole to copy."""
     recompute = candidate.recompute
     if not candidate.offload.activations or not (recompute.selective or recompute.communication):
         return None
@@ -671,7 +671,7 @@ OFFLOAD_RULES = make_rules(
 )
 
 
-# All legality rules together: which specifications the runner accepts, and why not. Standard library only.
+# All legality rules together.
 
 
 __all__ = [
@@ -689,7 +689,7 @@ __all__ = [
 ]
 
 RULES: tuple[LegalityRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES, *FLOAT8_RULES, *OFFLOAD_RULES)
-"""Every rule on a workload and a candidate, in the order of reports."""
+"""All rules on a workload and a candidate, in the order of reports."""
 DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
     LlamaModel: (TextData, TokenFileData),
     ResNetModel: (ImageFolderData,),
@@ -697,14 +697,14 @@ DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
     PythonModel: (PythonData,),
     HuggingFaceModel: (TextData, TokenFileData),
 }
-"""Kinds of data a kind of model trains on, its default first."""
+"""Kinds of data that a kind of model can train on; the default comes first."""
 
 
 def check(spec: TrialSpec) -> None:
-    """Refuse a specification that no launch can run.
+    """Reject a specification that can never run.
 
     Raises:
-        InfeasibleSpec: naming every rule broken.
+        InfeasibleSpec: names every violated rule.
     """
     problems = [*violations(spec.workload, spec.candidate), *_protocol_problems(spec.protocol)]
     if problems:
@@ -712,7 +712,7 @@ def check(spec: TrialSpec) -> None:
 
 
 def violations(workload: Workload, candidate: Candidate) -> Iterator[str]:
-    """Yield one sentence per broken rule; nothing means the runner accepts the pair."""
+    """Yield one sentence per violated rule; none if the runner accepts the pair."""
     yield from _workload_problems(workload)
     for rule in RULES:
         reason = rule.check(workload, candidate)

@@ -1,4 +1,4 @@
-"""What waits in host memory while the device does not need it: activations, states of the optimiser."""
+"""Offloading of activations and optimiser states to host memory while the device does not need them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from trials.parallel.mesh import stored_part
 from trials.sizes import Chunk
 from trials.spec import Offload
 
-# Host memory beside a device's: where it is allocated, and copies that run beside the device's other work.
+# Host memory for a device: allocation, and copies that overlap the device's other work.
 #
-# On a CPU the device's memory is the host's: everything works the same, and gains nothing.
+# On a CPU, device memory is host memory: everything works the same way, without a gain.
 
 
 GRANULE_BYTES = 512
-"""Multiple to which regions of page-locked memory are rounded up: what copies like best."""
+"""Multiple to which regions of page-locked memory are rounded up: an efficient alignment for copies."""
 MIN_REGIONS = 4
-"""Regions like the first that a slab has room for at least; its rounding wastes no more than a fifth then."""
+"""Smallest number of regions of the first one's size in a slab; then rounding wastes at most a fifth."""
 GROWTH = 32
-"""What there is already is at most so many times as large as the next slab."""
+"""Largest ratio of existing memory to the next slab."""
 
 
 def allocating() -> contextlib.AbstractContextManager[Any]:
-    """What is allocated inside lies in the host's memory, and what is computed is the host's own work; a dry run, to
-    which all memory is alike, counts it there."""
+    """Allocate and compute on the host during the body; a dry run, which has only one memory, accounts for it there."""
     return contextlib.nullcontext()
 
 
 class Region:
-    """A piece of host memory; page-locked if the device makes use of that."""
+    """A piece of host memory; page-locked if the device benefits from that."""
 
     __slots__ = ("busy_until", "memory")
 
@@ -50,32 +49,32 @@ class Region:
         self.memory = memory
         """Its bytes."""
         self.busy_until: torch.Event | None = None
-        """When the last copy from or to it is done, that anybody has not waited for."""
+        """End of the last copy from or to it that has not been waited for."""
 
     def like(self, tensor: Tensor, dtype: torch.dtype | None = None, *, start: int = 0) -> Tensor:
-        """A tensor of this size here, ``start`` bytes from the beginning, laid out as torch lays out copies."""
+        """Return a tensor of this size here, ``start`` bytes from the beginning, in torch's layout for copies."""
         form = torch.empty_like(tensor, device="meta", dtype=dtype)
         flat = self.memory[start : start + form.nbytes].view(form.dtype)
         return flat.as_strided(form.size(), form.stride())
 
 
 class HostMemory:
-    """Gives out regions for copies, and takes them back.
+    """Pool of regions for copies.
 
-    Locking pages takes milliseconds, so torch never gives locked memory back, and it rounds every piece up to a power
-    of two, which may double it. Here regions are cut from slabs whose sizes are such powers, and serve again.
+    Locking pages takes milliseconds, so torch never frees locked memory, and it rounds every piece up to a power of
+    two, which may double it. This pool cuts regions from slabs of such sizes, and reuses them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._locks_pages = not is_host(device)
         self._free: dict[int, list[Region]] = {}
         self._slabs: list[tuple[Tensor, int]] = []
-        """Those with room left, and the bytes of them that are given out."""
+        """Slabs with free space, and their bytes in use."""
         self.num_bytes = 0
-        """All that is locked."""
+        """All locked memory."""
 
     def take(self, num_bytes: int) -> Region:
-        """A region of at least so many bytes. Who writes there waits for what it is busy with first."""
+        """Return a region of at least this size. Before writing, wait for its ``busy_until``."""
         if not self._locks_pages:
             with allocating():
                 return Region(torch.empty(num_bytes, dtype=torch.uint8))
@@ -101,19 +100,19 @@ class HostMemory:
 
 
 def locked_slab(num_bytes: int) -> Tensor:
-    """Page-locked host memory, which copies from and to devices run from beside everything else."""
+    """Allocate page-locked host memory, from and to which copies overlap everything else."""
     with allocating():
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 @functools.cache
 def host_memory_for(device: torch.device) -> HostMemory:
-    """The host memory that this process has for copies from and to ``device``."""
+    """Return this process's host memory for copies from and to ``device``."""
     return HostMemory(device)
 
 
 class CopyStream:
-    """A queue of copies in one direction, from the device or to it, beside the device's queue of computation: links
+    """A queue of copies in one direction, from the device or to it, in parallel to the device's computation: links
     carry both directions at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -121,29 +120,29 @@ class CopyStream:
         self._stream = new_stream(device)
 
     def follow(self) -> None:
-        """Let the copies to come run only after all that the device was given so far."""
+        """Make later copies wait for all work the device was given so far."""
         if self._stream is not None:
             self._stream.wait_stream(self._compute_stream())
 
     def follow_mark(self, mark: torch.Event | None) -> None:
-        """Let the copies to come run only after ``mark``."""
+        """Make later copies wait for ``mark``."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
     def used(self) -> contextlib.AbstractContextManager[Any]:
-        """What the device is given inside becomes part of this queue."""
+        """Put the device work of the body on this queue."""
         return on_stream(self._stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy behind what the queue was given so far; returns at once.
+        """Enqueue a copy; return at once.
 
-        Neither tensor may be written, read or let go of before :meth:`wait_for` the copy's :meth:`mark`.
+        Neither tensor may be written, read or freed before :meth:`wait_for` the copy's :meth:`mark`.
         """
         with self.used():
             target.copy_(source, non_blocking=self._stream is not None)
 
     def mark(self) -> torch.Event | None:
-        """The moment at which all copies so far are done; None on a CPU, where they are."""
+        """Return an event at which all copies so far are complete; None on a CPU, where they already are."""
         if self._stream is None:
             return None
         event = torch.Event(self._device)
@@ -151,7 +150,7 @@ class CopyStream:
         return event
 
     def wait_for(self, mark: torch.Event | None) -> None:
-        """Let the device go on only after ``mark``; the host does not wait."""
+        """Make the device wait for ``mark``; the host does not wait."""
         if mark is not None:
             self._compute_stream().wait_event(mark)
 
@@ -161,25 +160,25 @@ class CopyStream:
         return stream
 
 
-# Keeps in host memory what layers need for the backward pass.
+# Offloading of what layers keep for the backward pass.
 #
-# Everything that autograd saves while a layer runs goes to the host, storage by storage, on a queue of its own beside
-# the computation, as it is saved. It leaves the device when the next layer is through. In the backward pass a layer's
-# tensors come back, on another queue, while the layer after it is at work. So the device holds the tensors of two
+# Everything that autograd saves while a layer runs is copied to the host as it is saved, storage by storage, on a
+# separate queue in parallel to the computation. It leaves the device after the next layer. In the backward pass, a
+# layer's tensors come back on another queue while the following layer computes. So the device holds the tensors of two
 # layers at a time.
 #
-# Not moved: weights and what the caller holds anyway, small tensors, and the last layer of the model, whose backward
-# pass follows at once. Under full recompute a layer saves its input only, so that is what moves.
+# Not moved: weights, tensors that the caller holds anyway, small tensors, and the last layer of the model, whose
+# backward pass follows at once. Under full recompute a layer saves only its input, so only that moves.
 
 
 MIN_BYTES = 1024
-"""Storages smaller than this stay: a copy takes some microseconds, however little it copies."""
+"""Smallest storage to move: a copy takes some microseconds, however small."""
 
 
 def apply_activation_offload(model: TrainModel, offload: Offload, chunk: Chunk, device: torch.device) -> OffloadMeter:
-    """Let the layers of this virtual stage keep their activations on the host, in place.
+    """Make the layers of this virtual stage keep their activations on the host, in place.
 
-    Comes after compilation, of which it is no part: it takes the place of each layer's call.
+    Call it after compilation, which must not include it: it replaces each layer's call.
     """
     meter = OffloadMeter()
     layers = list(model.layers.values())
@@ -198,7 +197,7 @@ def apply_activation_offload(model: TrainModel, offload: Offload, chunk: Chunk, 
 
 
 class OffloadMeter:
-    """Counts what went to the host."""
+    """Counts offloaded bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -210,7 +209,7 @@ class OffloadMeter:
 
 
 class _Copies:
-    """The ways out and back of a virtual stage's activations, and the memory at their end."""
+    """The copy queues of a virtual stage's activations, in both directions, and the host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyStream(device), CopyStream(device)
@@ -218,25 +217,25 @@ class _Copies:
 
 
 class _Passes:
-    """The forward passes of a virtual stage's layers, as far as copies of theirs are under way."""
+    """The forward passes of a virtual stage's layers with copies in progress."""
 
     def __init__(self) -> None:
         self.last: _Pass | None = None
         self.arriving: _Pass | None = None
-        """The pass that was last sent for."""
+        """The pass fetched last."""
 
     def begin(self, copies: _Copies, *, is_first: bool) -> _Pass:
         self.wait()
         return _Pass(self, copies, None if is_first else self.last)
 
     def end(self, done: _Pass | None) -> None:
-        """The device lets go of what the pass before has copied."""
+        """Free the device memory that the previous pass has copied."""
         if self.last is not None:
             self.last.let_go()
         self.last = done
 
     def wait(self) -> None:
-        """Wait for what was sent for and maybe never asked for, before its memory can serve something else."""
+        """Wait for tensors that were fetched but perhaps never used, before their memory is reused."""
         if self.arriving is not None:
             self.arriving.join()
             self.arriving = None
@@ -253,13 +252,13 @@ class _Pass:
         self._leaving: list[Tensor] = []
         self._moved: list[weakref.ref[_Moved]] = []
         self.out_mark: torch.Event | None = None
-        """When all that was sent so far is on the host."""
+        """When everything sent so far is on the host."""
         self._back_mark: torch.Event | None = None
         self._is_back = False
         self._arriving: list[Tensor] = []
 
     def send(self, source: Tensor) -> _Moved:
-        """Copy out a storage, given as a flat tensor. It stays until :meth:`let_go`."""
+        """Copy out a storage, given as a flat tensor. It stays on the device until :meth:`let_go`."""
         out, region = self._copies.out, self._copies.memory.take(source.nbytes)
         out.follow()
         out.follow_mark(region.busy_until)
@@ -271,13 +270,13 @@ class _Pass:
         return moved
 
     def let_go(self) -> None:
-        """Give the device's copies up, which the copying must have read by the time their memory is used again."""
+        """Free the device's tensors; the copies must have read them before their memory is reused."""
         if self._leaving:
             self._copies.out.wait_for(self.out_mark)
             self._leaving.clear()
 
     def fetch(self) -> None:
-        """Send for everything that is still wanted."""
+        """Fetch everything that is still needed."""
         if self._is_back:
             return
         self._is_back = True
@@ -295,13 +294,13 @@ class _Pass:
         self._passes.arriving = self
 
     def join(self) -> None:
-        """Let the device wait for what was sent for."""
+        """Make the device wait for fetched tensors."""
         if self._arriving:
             self._copies.back.wait_for(self._back_mark)
             self._arriving.clear()
 
     def need(self) -> None:
-        """The backward pass has come here: have this pass's tensors, and send for those of the layer before."""
+        """Make this pass's tensors available to the backward pass, and fetch those of the previous layer."""
         self.fetch()
         self.join()
         if self._before is not None:
@@ -310,7 +309,7 @@ class _Pass:
 
 
 class _Moved:
-    """A storage on the host until the backward pass needs it. It lasts as long as autograd keeps a view of it."""
+    """A storage on the host until the backward pass needs it; lives as long as autograd holds a view of it."""
 
     __slots__ = ("__weakref__", "_back", "_form", "_of", "_region")
 
@@ -324,7 +323,7 @@ class _Moved:
         self.leave_host(self._of.out_mark)
 
     def room(self) -> Tensor:
-        """Memory on the device, which the device's own queue must be through with before anything is copied there."""
+        """Return device memory; the device's queue must finish with it before anything is copied there."""
         length, dtype, device = self._form
         self._back = torch.empty(length, dtype=dtype, device=device)
         return self._back
@@ -334,13 +333,13 @@ class _Moved:
         back.copy(self._back, self._region.like(self._back))
 
     def leave_host(self, busy_until: torch.Event | None) -> None:
-        """Let the host's memory serve others, from ``busy_until``."""
+        """Release the host memory for reuse from ``busy_until`` on."""
         if self._region is not None:
             self._of.memory.give_back(self._region, busy_until)
             self._region = None
 
     def tensor(self) -> Tensor:
-        """All of the storage, flat, on the device."""
+        """Return the whole storage, flat, on the device."""
         self._of.need()
         assert self._back is not None
         return self._back
@@ -369,23 +368,23 @@ class _View:
 
 
 _Places = dict[tuple[int, torch.Size, torch.dtype], bool]
-"""Whether what a compiled layer saves there, as so many tensors before it, in this form, is a copy of a weight."""
+"""For a compiled layer: whether the tensor saved at this position, with this shape and type, is a copy of a weight."""
 _COPYING = frozenset(
     f"{name}Backward0"
     for name in ["ToCopy", "Clone", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias"]
 )
-"""Operations, as autograd calls them, whose results are the numbers of their one input: in another form or type."""
+"""Autograd's names of operations that only change the form or type of their one input."""
 
 
 class _Hooks:
-    """Decides what is moved of the tensors that one pass saves."""
+    """Decides which of the tensors saved by one pass are moved."""
 
     def __init__(
         self, layer: nn.Module, held: Iterable[Tensor], to: _Pass, meter: OffloadMeter, places: _Places | None
     ) -> None:
         self._layer = layer
         self._places = places
-        """What is known so far of a compiled layer; None for others."""
+        """Known positions of a compiled layer; None for others."""
         self._held = {id(stored_part(tensor).untyped_storage()) for tensor in held}
         self._to = to
         self._meter = meter
@@ -409,14 +408,14 @@ class _Hooks:
         return _View(tensor, known[1])
 
     def close(self) -> None:
-        """Let go of everything: autograd may hold on to this object as long as to what it packed."""
+        """Release everything: autograd may hold this object as long as what it packed."""
         self._moved.clear()
         self._weights.clear()
 
     def _is_weight(self, tensor: Tensor, part: Tensor) -> bool:
-        """Whether it is a weight, or a copy of one: in 16 bits, or in another form."""
+        """Whether it is a weight, or a copy of one in 16 bits or another form."""
         if not self._weights:
-            # Only now: FSDP gathers weights when the layer is called.
+            # Not earlier: FSDP gathers weights when the layer is called.
             weights = [stored_part(parameter) for parameter in self._layer.parameters()]
             self._weights = {id(weight.untyped_storage()): weight for weight in weights}
         if id(part.untyped_storage()) in self._weights or _origin(tensor) in self._weights:
@@ -424,8 +423,9 @@ class _Hooks:
         return self._places is not None and self._is_compiled_copy(part, self._places)
 
     def _is_compiled_copy(self, part: Tensor, places: _Places) -> bool:
-        """Whether it has a weight's numbers. What a compiled graph saves has no history, but comes in the same order
-        in every pass: so each place is looked at once, as the host has to wait for the device then."""
+        """Whether it has a weight's values. Tensors saved by a compiled graph have no history, but come in the same
+        order in every pass, so each position is compared only once, because comparing makes the host wait for the
+        device."""
         place = (self._num_packed, part.size(), part.dtype)
         if place not in places:
             places[place] = part.element_size() == 2 and any(_is_cast(part, one) for one in self._weights.values())
@@ -433,7 +433,7 @@ class _Hooks:
 
 
 def _origin(tensor: Tensor) -> int | None:
-    """Storage of the leaf that a tensor is a copy of, by what autograd knows of it; None where it is no copy."""
+    """Return the storage of the leaf that a tensor is a copy of, by its autograd history; None if it is no copy."""
     node = tensor.grad_fn
     while node is not None and node.name() in _COPYING:
         node = node.next_functions[0][0]
@@ -442,7 +442,7 @@ def _origin(tensor: Tensor) -> int | None:
 
 
 def _is_cast(part: Tensor, weight: Tensor) -> bool:
-    """Whether it is the weight, turned or not, in a type of its own."""
+    """Whether it is the weight, possibly transposed, in another type."""
     if part.dtype == weight.dtype or part.numel() != weight.numel():
         return False
     forms = [weight, weight.t()] if weight.dim() == 2 else [weight]
@@ -450,7 +450,7 @@ def _is_cast(part: Tensor, weight: Tensor) -> bool:
 
 
 def _whole(part: Tensor) -> Tensor:
-    """Everything in the tensor's storage, flat."""
+    """Return the tensor's whole storage, flat."""
     return part.detach().as_strided((part.untyped_storage().nbytes() // part.element_size(),), (1,), 0)
 
 
@@ -469,7 +469,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the layer, with what it saves for the backward pass going to the host."""
+    """Call the layer, and send what it saves for the backward pass to the host."""
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     begun = passes.begin(copies, is_first=is_first)

@@ -1,4 +1,4 @@
-"""Helpers for watching torch's operators: their names, the tensors among their arguments, which pass is running."""
+"""Helpers for observing torch's operators: names, tensors among their arguments, and the running pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NOT_IN_PLACE = ("__invert__", "__index__", "__int__")
 
 
 def operator_name(function: Callable[..., Any]) -> str | None:
-    """Name of an operator as users write it, from the function that a torch function mode is given.
+    """Return an operator's name as in user code, from the function passed to a torch function mode.
 
     Names are those of ``torch.nn.functional`` (``linear``, ``scaled_dot_product_attention``); ``x * y`` is ``mul``.
 
-    ``None`` for what is no operator on tensors by itself: in-place functions, attributes, and calls of the dispatcher,
-    which libraries make (collectives among them) and users do not write.
+    Return ``None`` for everything else: in-place functions, attributes, and dispatcher calls, which come from libraries
+    (including collectives), not from users.
     """
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return None
@@ -33,7 +33,7 @@ def operator_name(function: Callable[..., Any]) -> str | None:
 
 
 def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
-    """The objects of this kind in an operator's arguments or result, in order."""
+    """Yield the objects of this kind in an operator's arguments or result, in order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, tuple | list):
@@ -44,7 +44,7 @@ def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
 
 
 def map_leaves(change: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) -> Any:
-    """``value`` with every object of this kind replaced, in the order of :func:`leaves_in`."""
+    """Replace every object of this kind in ``value``, in the order of :func:`leaves_in`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, torch.Size):
@@ -57,5 +57,5 @@ def map_leaves(change: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) -> A
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass (private in torch, without a public form)."""
+    """Whether the calling thread is inside a backward pass (a private function of torch; none is public)."""
     return torch._C._current_graph_task_id() != -1

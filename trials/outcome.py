@@ -1,11 +1,11 @@
-"""The outcome of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
+"""The outcome of an attempt at a trial: a :class:`Measurement`, or the reason why there is none. Standard library only.
 
-Every outcome states its ``consequence``, what the catcher must do with it::
+The ``consequence`` of an outcome determines what the controller does::
 
-    objective   tell the search the measured value, or the limit it stays below
-    constraint  tell the search "infeasible here", a finished result with a reason
+    objective   the search learns the measured value, or the limit it stays below
+    constraint  the search learns "infeasible here"; the trial is finished, with a reason
     fault       the candidate failed by itself; not learned from; the same fault on the first attempts stops the sweep
-    retry       the infrastructure failed; says nothing about the candidate; run it again on its own budget
+    retry       the infrastructure failed, which is no evidence about the candidate; launched again on its own budget
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from typing import ClassVar, Literal, Protocol
 from trials.health import DeviceMemory, Disturbance
 from trials.reports import CompileCache, Findings, RankRates
 
-# ---- Whether step times can be believed: against another clock, and against themselves
+# ---- Whether step times can be believed: compared with another clock, and with each other
 
-# Reported step times compared with the time that passed by another clock. Pure, standard library only.
+# Reported step times against the time that passed by another clock. Pure functions.
 #
-# A process reports how long its steps took; whoever watches it sees when each report arrives, by a clock that the
-# process cannot change. The time of a step is the time between the ends of successive steps, so reported times have to
-# add up to the time that passed. They need not to the last per cent: evaluations and checkpoints lie between steps,
-# figures are rounded, and buffers hold lines back.
+# A process reports how long its steps took. A watcher sees when each report arrives, by a clock that the process cannot
+# change. The time of a step runs from the end of the previous one, so reported times must add up to the elapsed time,
+# up to a tolerance: evaluations and checkpoints lie between steps, figures are rounded, and buffers delay lines.
 
 
+# Timers leave out logging and bookkeeping between steps, which stay below this.
 TOLERANCE = 0.2
-"""Part by which the two may differ: logging and bookkeeping between steps, which timers leave out, stay below it."""
+# A busy host wakes a watcher tens of milliseconds late.
 SLACK_S = 0.05
-"""Seconds by which the arrivals at both ends of the comparison may be late together: a busy host wakes a watcher tens
-of milliseconds late."""
 PAUSES = 0.25
-"""Part of the intervals that may be longer than reported without being held against the program: evaluations and
-checkpoints. One at least, where there are :data:`MIN_WITH_PAUSES` intervals."""
+"""Largest fraction of intervals that may be longer than reported: evaluations and checkpoints. At least one if there
+are :data:`MIN_WITH_PAUSES` intervals."""
 MIN_WITH_PAUSES = 3
 
 
@@ -50,7 +48,7 @@ class Elapsed:
     reported_s: float
     """Sum of their reported times."""
     seen_s: float
-    """Seconds between the arrivals."""
+    """Seconds between their arrivals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +59,9 @@ class Contradiction:
     reported_s: float
     seen_s: float
     source: str
-    """Where the reported times come from."""
+    """Source of the reported times."""
     witness: str
-    """What they were compared with."""
+    """The clock that they were compared with."""
 
     @property
     def message(self) -> str:
@@ -94,17 +92,17 @@ def contradicted(
     at_least: bool = True,
     at_most: bool = True,
 ) -> Contradiction | None:
-    """How the intervals contradict the reported times; None where they do not.
+    """Compare the intervals with the reported times; return None if they agree.
 
-    Longer than reported count only without the longest pauses, as those may be evaluations; shorter than reported,
-    nothing can make them.
+    Intervals longer than reported count only without the longest pauses, which may be evaluations. Nothing legitimate
+    makes an interval shorter than reported.
 
     Args:
-        slack_s: seconds that buffers, rounding and late arrivals explain.
-        source: where the reported times come from.
-        witness: what the intervals were seen by.
-        at_least: whether the steps took as long as was seen; False where they may have taken a part of that time.
-        at_most: whether they took no longer than was seen; False where the witness may count smaller steps.
+        slack_s: seconds explained by buffers, rounding and late arrivals.
+        source: source of the reported times.
+        witness: clock that measured the intervals.
+        at_least: whether the steps took at least the time seen; False if they may have taken only a part of it.
+        at_most: whether they took at most the time seen; False if the witness may count smaller steps.
     """
 
     def found(among: Sequence[Elapsed]) -> Contradiction:
@@ -130,43 +128,43 @@ def contradicted(
 
 
 def duration(seconds: float) -> str:
-    """``2.0 ms``, ``400 ms``, ``3.2 s``."""
+    """Format seconds: ``2.0 ms``, ``400 ms``, ``3.2 s``."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.0f} ms" if milliseconds >= 99.5 else f"{milliseconds:.2g} ms"
 
 
-# Finds out whether the steps of a trial became slower or faster while it was measured. Standard library only.
+# Detection of trial steps that become slower or faster during the measurement.
 #
-# A median over all steps is a fair figure only where the steps are alike. A program that leaks, fragments its memory,
-# heats its device or falls behind its data loader becomes slower; one that still fills caches becomes faster. Where
-# that is certain, the steps at the end are the figure: they are the nearest to what a long training would see.
+# A median over all steps is a fair figure only if the steps are alike. A program that leaks, fragments its memory,
+# heats its device or falls behind its data loader becomes slower; one that still fills caches becomes faster. If a
+# trend is certain, the last steps are the figure, as they are closest to those of a long training.
 #
-# Simulated with 8 to 128 steps and noise of 0.3 to 10% (``python -m benchmarks.step_trend``), the test finds a trend
-# where there is none in at most 0.4% of trials with independent, skewed, heavy-tailed or rounded step times, or slow
-# steps at regular intervals; in 1.2% of those that still warm up at first; and with an autocorrelation of 0.7 in 1.6
-# %. The worst case is 8 steps of which a fifth, at random, takes 20% longer: 3.5%, where these all come last or
-# first. It finds 1% more time each step in all trials of 8 steps with noise of 0.3%, and of 12 with noise of 1%.
+# Simulated with 8 to 128 steps and noise of 0.3 to 10% (``python -m benchmarks.step_trend``), the false positive rate
+# is at most 0.4% for independent, skewed, heavy-tailed or rounded step times and for slow steps at regular intervals,
+# 1.2% with warm-up at the start, and 1.6% with an autocorrelation of 0.7. The worst case is 8 steps with a random fifth
+# of them 20% longer: 3.5%, when these all come first or last. An increase of 1% per step is found in all trials of 8
+# steps with noise of 0.3%, and of 12 with noise of 1%.
 
 
+# With fewer measured steps, noise that lasts a few steps looks like a trend.
 MIN_STEPS = 8
-"""Fewer measured steps are not tested: noise that lasts for a few steps looks like a trend."""
 MIN_CHANGE = 0.02
-"""Relative difference between the first and the last third of the steps below which they count as alike."""
+"""Smallest relative difference between the first and the last third of the steps that counts."""
 CRITICAL = 9.0
-"""Value of the test statistic from which on there is a trend.
+"""Threshold of the test statistic for a trend.
 
 The statistic is the largest of several t values: of a straight line, and of a jump after every step with a quarter of
 the steps on either side, each fitted to the logarithms of the step times. Neighbouring steps are not independent, so
-the value does not come from Student's t: it is the 99% quantile for 16 and more steps of noise with an
-autocorrelation of 0.7. What the test finds, and how often it is wrong: ``python -m benchmarks.step_trend``.
+the threshold is not from Student's t: it is the 99% quantile for 16 and more steps of noise with an autocorrelation of
+0.7. ``python -m benchmarks.step_trend`` measures power and error rates.
 """
 NOISE_FLOOR = 0.001
-"""Relative noise that every step is taken to have at least."""
+"""Smallest relative noise assumed for every step."""
 SPIKE = 4.0
-"""A single step this many typical differences outside of the two steps on either side is a spike, not a trend:
-checkpoints, evaluations, garbage collection."""
+"""Distance of a spike from the two steps on either side, in typical differences. Spikes are checkpoints, evaluations or
+garbage collections, not trends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +172,9 @@ class Trend:
     """A trend over the measured steps of a trial."""
 
     change: float
-    """Median step time of the last third over that of the first third, less 1; above 0 steps became slower."""
+    """Median step time of the last third over that of the first third, less 1; positive if steps became slower."""
     num_last: int
-    """Steps of the last third, which are the trial's figure."""
+    """Number of steps in the last third, which are the trial's figure."""
 
     @property
     def is_slower(self) -> bool:
@@ -185,7 +183,7 @@ class Trend:
 
 @functools.lru_cache(maxsize=1 << 15)
 def trend(step_times_s: tuple[float, ...], resolution_s: float = 0.0) -> Trend | None:
-    """The trend of these step times, which are known to ``resolution_s``; None where none is certain."""
+    """Return the trend of step times measured to within ``resolution_s``; None if none is certain."""
     num_steps = len(step_times_s)
     if num_steps < MIN_STEPS:
         return None
@@ -193,7 +191,7 @@ def trend(step_times_s: tuple[float, ...], resolution_s: float = 0.0) -> Trend |
     first, middle, last = (
         statistics.median(part) for part in (step_times_s[:third], step_times_s[third:-third], step_times_s[-third:])
     )
-    # Speeding up in the first third alone is the end of warming up; the median over all steps hardly notices it.
+    # Speeding up in the first third alone is the end of the warm-up, and hardly changes the median over all steps.
     before = first if last > first else min(first, middle)
     if abs(last / before - 1) < MIN_CHANGE or min(step_times_s) <= 0:
         return None
@@ -203,8 +201,8 @@ def trend(step_times_s: tuple[float, ...], resolution_s: float = 0.0) -> Trend |
 
 
 def _without_spikes(logs: Sequence[float], floor: float) -> list[float]:
-    """Single values far outside of their neighbours, brought to the nearest of these; all as they are where such values
-    are too many for what is left to be the rule."""
+    """Clip single values far from their neighbours to the nearest of these. Return all unchanged if there are too many
+    for the rest to be typical."""
     differences = (abs(after - before) for before, after in itertools.pairwise(logs))
     margin = SPIKE * max(statistics.median(differences), floor)
     found = list(logs)
@@ -219,7 +217,7 @@ def _without_spikes(logs: Sequence[float], floor: float) -> list[float]:
 
 
 def _statistic(logs: Sequence[float], floor: float) -> float:
-    """The largest t value of a line, and of a jump after any step with a quarter of the steps on either side."""
+    """Return the largest t value of a line, and of a jump after any step with a quarter of the steps on either side."""
     num = len(logs)
     mean = statistics.fmean(logs)
     centred = [value - mean for value in logs]
@@ -236,12 +234,12 @@ def _statistic(logs: Sequence[float], floor: float) -> float:
 
 
 Phase = Literal["starting", "warmup", "measuring"]
-"""Phases that a rank goes through."""
+"""Phases of a rank."""
 
 
 class ProgressSink(Protocol):
-    """Where a runner reports progress. Cheap: called by every rank on every phase change and after every step, and
-    again and again while it compiles; only then ``is_compiling`` is given."""
+    """Receiver of a runner's progress. Every rank calls it on every phase change, after every step, and repeatedly
+    during compilation (only then with ``is_compiling``), so it must be cheap."""
 
     def __call__(
         self, phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
@@ -251,7 +249,7 @@ class ProgressSink(Protocol):
 def ignore_progress(
     phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
 ) -> None:
-    """The :class:`ProgressSink` that ignores its calls."""
+    """Ignore progress; a :class:`ProgressSink`."""
 
 
 Consequence = Literal["objective", "constraint", "fault", "retry"]
@@ -259,36 +257,36 @@ Consequence = Literal["objective", "constraint", "fault", "retry"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """Mean seconds of the phases of one measured step on one rank; in a :class:`Measurement`, on the slowest."""
+    """Mean seconds per phase of a measured step, on one rank; in a :class:`Measurement`, on the slowest."""
 
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
     recompute_s: float = 0.0
-    """Whole layers computed again in the backward pass, where that was timed apart from it."""
+    """Recomputation of whole layers in the backward pass, if timed separately."""
     communication_s: float = 0.0
-    """Waiting for collectives, where that was timed apart from the passes that call them."""
+    """Waiting for collectives, if timed separately from the passes that call them."""
     bubble_s: float = 0.0
-    """Time in a pipeline outside of forward and backward passes: waiting for peers and passing tensors on."""
+    """Time in a pipeline outside of forward and backward passes: waiting for peers, and transferring tensors."""
     optimizer_s: float = 0.0
     other_s: float = 0.0
-    """What the other phases leave of the step."""
+    """The rest of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """What one rank measured. Sequences over steps are in step order; times are this rank's own, in seconds.
 
-    A rank that ran a user's program tells what it learnt of it: an empty tuple, 0 bytes and 0 FLOPs mean
-    "not known". Of a gang, one such rank at least has to know its step times.
+    For a training program, an empty tuple, 0 bytes and 0 FLOPs mean "unknown". At least one rank of a gang must know
+    its step times.
     """
 
     rank: int
     world_size: int
-    """Processes of the gang, each of which gives such a report."""
+    """Processes of the gang, each with a report."""
     tokens_per_step: int
     step_times_s: tuple[float, ...]
-    """Seconds of the measured steps, waiting for data included."""
+    """Seconds per measured step, including waiting for data."""
     breakdown: StepBreakdown
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -296,38 +294,39 @@ class RankReport:
     losses: tuple[float, ...]
     """Mean loss over the global batch, for every step from the first warm-up step on."""
     grad_norms: tuple[float, ...]
-    """Global gradient norm before the optimiser step, unscaled, for the same steps; 0 for a skipped one."""
+    """Global gradient norm before the optimiser step, unscaled, for the same steps; 0 for a skipped step."""
     model_flops_per_token: float
-    """FLOPs of the forward and the backward pass, without recomputation."""
+    """Forward and backward FLOPs per token, without recomputation."""
     device_name: str = ""
-    """The device's own name; empty on the CPU, or if unknown."""
+    """Device name reported by its driver; empty on the CPU, or if unknown."""
     matmul_format: str = ""
-    """Number format of the matrix products, as the catalogue of accelerators calls it; empty if unknown."""
+    """Number format of the matrix products, as named in the catalogue of accelerators; empty if unknown."""
     num_skipped_steps: int = 0
     """Optimiser steps skipped by loss scaling because of inf or nan."""
     compile_s: float = 0.0
-    """Seconds that torch.compile took. What trials before had left in its cache makes them fewer: compare alike only,
-    by ``findings.graph.cache``."""
+    """Seconds spent in torch.compile. A warm cache reduces them, so compare only reports with equal
+    ``findings.graph.cache``."""
     samples_per_step: int = 0
     """Samples (sequences, images) of the global batch."""
     step_memory_bytes: tuple[int, ...] = ()
-    """Peak of every step, from the first warm-up step on; empty if not known."""
+    """Peak memory per step, from the first warm-up step on; empty if unknown."""
     findings: Findings = field(default_factory=Findings)
     num_ranks: int = 1
-    """Ranks that the report speaks for, one per device: several where a command starts those of its node itself."""
+    """Ranks, one per device, that this report covers: several if a command starts the ranks of its node itself."""
     step_time_resolution_s: float = 0.0
-    """Difference between step times that can be told apart, where they were read as rounded figures."""
+    """Smallest difference that step times can show, if they were read as rounded figures."""
     device_memory: DeviceMemory | None = None
-    """The device's memory in addition to the allocator's peaks; None on the CPU, or if unknown."""
+    """Device memory in addition to the allocator's peaks; None on the CPU, or if unknown."""
     contradiction: Contradiction | None = None
-    """How the clock of the process that watched the training contradicts the step times; None where it does not."""
+    """Contradiction between the step times and the watching process's clock, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """A gang's measurement: step times are the maximum over ranks, step by step.
 
-    For a user's program, values that were not reported are empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
+    For a training program, values that were not reported are empty or 0: losses, gradient norms, peaks, breakdown,
+    FLOPs.
     """
 
     world_size: int
@@ -338,49 +337,49 @@ class Measurement:
     peak_allocated_bytes: tuple[int, ...]
     """Peak per rank, in bytes."""
     peak_reserved_bytes: tuple[int, ...]
-    """Peak per rank of what the allocator reserved, in bytes."""
+    """Peak of the memory reserved by the allocator per rank, in bytes."""
     num_warmup_steps: int
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     model_flops_per_token: float
     peak_flops_per_s: float | None = None
-    """A device's dense peak in the number format of the matrix products, where the catalogue has it."""
+    """Dense peak of a device in the number format of the matrix products; None if not in the catalogue."""
     num_skipped_steps: int = 0
     compile_s: float = 0.0
     samples_per_step: int = 0
     step_memory_bytes: tuple[int, ...] = ()
-    """Peak of every step on the fullest rank of that step, from the first warm-up step on; empty if not known."""
+    """Peak of every step on the rank that used most in it, from the first warm-up step on; empty if unknown."""
     findings: Findings = field(default_factory=Findings)
-    """What the runner found out as well; recompute effects are those of the rank where they are largest."""
+    """Further findings of the runner; recompute effects are the largest over ranks."""
     places: tuple[str, ...] = ()
-    """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
+    """Host and device of each rank, all distinct; empty on virtual clusters, which have no ranks."""
     disturbances: tuple[Disturbance, ...] = ()
-    """Other load on its nodes during the trial, the most disturbed node first; empty if not observed."""
+    """Other load on the nodes during the trial, the most disturbed node first; empty if not observed."""
     step_time_resolution_s: float = 0.0
-    """Difference between step times that can be told apart; no spread below it means anything."""
+    """Smallest difference that step times can show; a smaller spread has no meaning."""
     rank_parts: tuple[StepBreakdown, ...] = ()
-    """The breakdown of every rank of a program, where each recorded its own; empty elsewhere."""
+    """Breakdown of every rank of a training program, if recorded; else empty."""
     device_memory: DeviceMemory | None = None
-    """Memory of the ranks' devices beside the allocator's peaks, the worst of any rank."""
+    """Device memory in addition to the allocator's peaks, the worst of all ranks."""
 
     @property
     def disturbed_by(self) -> Disturbance | None:
-        """The most disturbed node, if its load was such that the times say more about the machine than usual."""
+        """The most disturbed node, if its load was high enough to make the times doubtful."""
         return next((one for one in self.disturbances if one.is_disturbing), None)
 
     @property
     def compile_cache(self) -> CompileCache | None:
-        """What ``compile_s`` found in the compiler's cache; times of one kind only can be compared."""
+        """State of the compiler's cache during ``compile_s``; times compare only within one state."""
         return None if self.findings.graph is None else self.findings.graph.cache
 
     @property
     def trend(self) -> Trend | None:
-        """How much slower or faster the steps became while they were measured; None where they were alike."""
+        """Trend of the step times during the measurement; None if there is none."""
         return trend(self.step_times_s, self.step_time_resolution_s)
 
     @property
     def counted_step_times_s(self) -> tuple[float, ...]:
-        """The steps that every figure of speed is made of: all, or the last third where there is a trend."""
+        """Step times that all figures of speed are based on: all, or the last third if there is a trend."""
         found = self.trend
         return self.step_times_s if found is None else self.step_times_s[-found.num_last :]
 
@@ -400,9 +399,10 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int:
-        """What the fullest rank needs of its device: tensors at their peak, and what lies outside the allocator.
+        """Device memory that the fullest rank needs: peak of its tensors plus memory outside of the allocator.
 
-        Where the latter is not known, the largest peak that is: what an allocator reserves, it may only have kept.
+        If the latter is unknown, the largest known peak; reserved memory may include blocks that the allocator merely
+        caches.
         """
         if self.device_memory is not None and self.peak_allocated_bytes:
             return max(self.peak_allocated_bytes) + self.device_memory.outside_bytes
@@ -410,8 +410,8 @@ class Measurement:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation in 0..1 (Chowdhery et al., arXiv 2204.02311, appendix B); None where the device's
-        peak or the model's FLOPs are not known."""
+        """Model FLOPs utilisation in 0..1 (Chowdhery et al., arXiv 2204.02311, appendix B); None if the device's peak
+        or the model's FLOPs are unknown."""
         if self.peak_flops_per_s is None or not self.model_flops_per_token:
             return None
         return self.tokens_per_s_per_device * self.model_flops_per_token / self.peak_flops_per_s
@@ -426,9 +426,9 @@ class Evidence:
     node: str | None = None
     error_type: str | None = None
     exit_code: int | None = None
-    """Negative for death by that signal, as in ``subprocess``."""
+    """Negative for death by a signal, as in ``subprocess``."""
     log_tail: tuple[str, ...] = ()
-    """Last lines of the rank's own log."""
+    """Last lines of the rank's log."""
     collateral: tuple[str, ...] = ()
 
 
@@ -443,18 +443,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedEarly:
-    """The candidate's first steps were so slow that it could not become the best: the controller ended the attempt."""
+    """The controller ended the attempt because its first steps were too slow for the candidate to become the best."""
 
     kind: ClassVar[str] = "stopped_early"
     consequence: ClassVar[Consequence] = "objective"
     step_times_s: tuple[float, ...]
-    """Seconds of the steps seen, without the first."""
+    """Seconds of the observed steps, without the first."""
     at_least_s: float
-    """Lower bound of the step time that it would have had."""
+    """Lower bound on its step time."""
     incumbent: int
-    """Number of the trial that it was compared with."""
+    """Number of the trial it was compared with."""
     saved_device_seconds: float
-    """Device-seconds that the steps still due would have taken."""
+    """Device-seconds that the remaining steps would have taken."""
     evidence: Evidence
 
 
@@ -469,13 +469,13 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """The runner refused the candidate: no launch of it can work."""
+    """The runner refused the candidate: it can never run."""
 
     kind: ClassVar[str] = "infeasible"
     consequence: ClassVar[Consequence] = "constraint"
     evidence: Evidence
     refused: tuple[str, ...] = ()
-    """Inside knobs that the program cannot take, each for a reason that no other knob here has."""
+    """Custom knobs that the program cannot take, each with a separate reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,24 +489,24 @@ class Diverged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBelieved:
-    """The reported step times contradict the time that passed, by a clock outside of the process that reported them."""
+    """The reported step times contradict the elapsed time on a clock outside of the reporting process."""
 
     kind: ClassVar[str] = "not_believed"
     consequence: ClassVar[Consequence] = "constraint"
     num_steps: int
-    """Steps that were compared."""
+    """Number of steps compared."""
     reported_s: float
-    """Seconds that these steps took according to the reports."""
+    """Seconds that these steps took as reported."""
     seen_s: float
-    """Seconds that passed meanwhile."""
+    """Seconds that elapsed."""
     compared: str
-    """Source of the reported times and the clock that contradicts them."""
+    """Source of the reported times, and the clock that contradicts them."""
     evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
-    """A phase passed its deadline, or a rank made no progress."""
+    """A phase exceeded its deadline, or a rank made no progress."""
 
     kind: ClassVar[str] = "timed_out"
     consequence: ClassVar[Consequence] = "fault"
@@ -525,7 +525,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOutOfMemory:
-    """The kernel killed a rank because the host's memory ran out, not the device's. Launched again once."""
+    """The kernel killed a rank because the host, not the device, ran out of memory. Launched again, once."""
 
     kind: ClassVar[str] = "host_oom"
     consequence: ClassVar[Consequence] = "fault"
@@ -533,21 +533,21 @@ class HostOutOfMemory:
 
 
 LossCause = Literal["infrastructure", "controller", "preempted", "killed"]
-"""Respectively: a node, agent, link or device failed; the controller ended or was paused; another sweep needs the
-nodes; a rank got a signal that neither we nor the kernel sent."""
+"""``infrastructure``: a node, agent, link or device failed. ``controller``: it ended or was paused. ``preempted``:
+another sweep needs the nodes. ``killed``: a rank got a signal from outside, other than from the kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLost:
-    """The gang ended through no fault of its candidate. ``infrastructure`` and ``killed`` count against the trial's
-    budget of lost attempts, only the former against nodes."""
+    """The gang ended through no fault of the candidate. ``infrastructure`` and ``killed`` count against the trial's
+    budget of lost attempts; only the former counts against nodes."""
 
     kind: ClassVar[str] = "gang_lost"
     consequence: ClassVar[Consequence] = "retry"
     evidence: Evidence
     cause: LossCause = "infrastructure"
     is_hang: bool = False
-    """Whether it hung with all ranks in one operation: caused by a link or, if all links work, by the candidate."""
+    """Whether all ranks hung in one operation: caused by a link or, if all links work, by the candidate."""
 
     @property
     def is_counted(self) -> bool:
@@ -564,7 +564,7 @@ Outcome = Measured | Failure
 
 
 def probe_report(rates: RankRates, *, world_size: int, duration_s: float) -> RankReport:
-    """The report of a probe's rank, which trains nothing: its one step is the probe itself."""
+    """Build the report of a probe's rank, which trains nothing: its one step is the probe itself."""
     return RankReport(
         rank=rates.rank,
         world_size=world_size,

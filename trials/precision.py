@@ -1,4 +1,4 @@
-"""Mixed precision: autocast with the user's lists, 16-bit parameters, loss scaling. Knows ``models`` only."""
+"""Mixed precision: autocast with custom lists, 16-bit parameters, loss scaling. Knows ``models`` only."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from trials.operators import in_backward, leaves_in, map_leaves, operator_name
 from trials.reports import LossScaleState, OperatorCast
 from trials.spec import Candidate, LossScale, Precision
 
-# Mixed precision: autocast, 16-bit parameters with fp32 masters, and loss scaling.
+# Autocast, 16-bit parameters with fp32 masters, and loss scaling.
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_CAPABILITY = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
-"""CUDA compute capability with tensor cores for the number format: Ampere, Volta. Every device computes in float32."""
+"""Lowest CUDA compute capability with tensor cores for the number format: Ampere, Volta. All devices have float32."""
 
 
 def check_device(precision: Precision, device: torch.device) -> None:
-    """Refuse a 16-bit type the CUDA device has no fast path for.
+    """Reject a 16-bit type that the CUDA device does not accelerate.
 
     Raises:
-        InfeasibleSpec: naming the device and what it lacks.
+        InfeasibleSpec: names the device and what it lacks.
     """
     wanted, have = MIN_CAPABILITY.get(precision.dtype), capability(device)
     if have is None or wanted is None:
@@ -56,22 +56,22 @@ def _version(number: tuple[int, int]) -> str:
 
 
 def _remedy(dtype: str, have: tuple[int, int]) -> str:
-    """What to use instead of ``dtype`` on a device of this capability."""
+    """Name an alternative to ``dtype`` for a device of this capability."""
     if dtype == "bfloat16" and have >= MIN_CAPABILITY["float16"]:
         return "use float16 with loss scaling, or level O0 (float32)"
     return "use level O0 (float32)"
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Type that matmuls compute in: that of autocast under O1, of the parameters under O2, else fp32."""
+    """Return the type of matmuls: autocast's under O1, the parameters' under O2, else fp32."""
     return _DTYPES[precision.dtype]
 
 
 def autocast(candidate: Candidate, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing.
+    """Return the context of the forward pass: autocast for O1 and O1-fp8, else nothing.
 
-    Autocast's cache keeps a 16-bit copy of every weight until the forward pass ends. Under ZeRO-3, which gathers
-    weights for each use, the cache saves no cast and would keep the whole model in memory, so it is off.
+    Autocast's cache keeps a 16-bit copy of every weight until the forward pass ends. ZeRO-3 gathers weights for each
+    use, so there the cache would save no casts and keep the whole model in memory; it is off.
     """
     precision = candidate.precision
     if precision.level not in ("O1", "O1-fp8"):
@@ -82,10 +82,10 @@ def autocast(candidate: Candidate, device: torch.device) -> contextlib.AbstractC
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of fp32 products for the duration of the body: of matmuls, as in
-    ``torch.set_float32_matmul_precision``, and of cuDNN's convolutions, which torch leaves on TF32 by default.
+    """Set the precision of fp32 products during the body: of matmuls, as in ``torch.set_float32_matmul_precision``, and
+    of cuDNN's convolutions, for which torch allows TF32 by default.
 
-    The setting by ``allow_tf32`` is the one that every release knows and that inductor reads.
+    It uses ``allow_tf32``, which every release supports and inductor reads.
     """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     _set_precision(precision, tf32_convolutions=precision != "highest")
@@ -97,19 +97,19 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 def _set_precision(precision: str, *, tf32_convolutions: bool) -> None:
     with warnings.catch_warnings():
-        # Some releases say that this will go, and the others do not have what is to take its place.
+        # Some releases warn that this will be removed, and the others lack its replacement.
         warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
-    """Type that parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
+    """Return the type of stored parameters. FSDP stores fp32 and casts on gathering: its shards are the masters."""
     return _DTYPES[precision.dtype] if keeps_masters(precision, sharded=sharded) else torch.float32
 
 
 def keeps_masters(precision: Precision, *, sharded: bool) -> bool:
-    """Whether the optimiser has to keep fp32 copies of 16-bit parameters."""
+    """Whether the optimiser must keep fp32 copies of 16-bit parameters."""
     return precision.level == "O2" and not sharded
 
 
@@ -121,10 +121,10 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 class LossScaler:
-    """Follows the schedule of :class:`~trials.spec.LossScale`.
+    """Implements the schedule of :class:`~trials.spec.LossScale`.
 
-    Torch's own scaler shrinks at the first overflow; this one after ``backoff_interval`` in a row, and it is told
-    about overflows instead of looking for them, so that all ranks agree whatever the layout.
+    torch's scaler backs off at the first overflow, this one after ``backoff_interval`` in a row. The caller reports
+    overflows, so that all ranks agree in every layout.
     """
 
     def __init__(self, config: LossScale) -> None:
@@ -135,7 +135,7 @@ class LossScaler:
         self._num_overflowed = 0
 
     def update(self, *, finite: bool) -> None:
-        """Take in whether the step's gradients were finite."""
+        """Update the scale, given whether the step's gradients were finite."""
         self.num_skipped += not finite
         if not self.config.dynamic:
             return
@@ -147,7 +147,7 @@ class LossScaler:
             self._rescale(self.config.backoff_factor)
 
     def state(self) -> LossScaleState:
-        """The scale and its counters now."""
+        """Current scale and counters."""
         return LossScaleState(
             scale=self.scale,
             num_finite=self._num_finite,
@@ -157,20 +157,20 @@ class LossScaler:
 
     def _rescale(self, factor: float) -> None:
         rescaled = self.scale * factor
-        # The scaled loss is computed in fp32, which bounds the scale.
+        # The scaled loss is computed in fp32, which limits the scale.
         if 0.0 < rescaled < torch.finfo(torch.float32).max:
             self.scale = rescaled
         self._num_finite = self._num_overflowed = 0
 
 
-# Applies the user's autocast lists: operators that run in 16 bits, or in fp32, whatever autocast would do.
+# Custom autocast lists: operators that run in 16 bits or fp32, overriding autocast.
 
 
 logger = logging.getLogger(__name__)
 
 
 class CastMeter:
-    """Counts the calls that the lists were applied to, except those of a recomputation."""
+    """Counts operator calls that the lists changed, excluding recomputation."""
 
     def __init__(self, precision: Precision | None = None) -> None:
         self._lists = {} if precision is None else _by_name(precision)
@@ -181,11 +181,11 @@ class CastMeter:
         self._num_calls[name] += 1
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._num_calls.clear()
 
     def casts(self, num_steps: int) -> tuple[OperatorCast, ...]:
-        """Calls per step since the last reset, for every name of the lists; 0 for a name never met."""
+        """Return calls per step since the last reset, for every name in the lists; 0 for a name that never occurred."""
         self._warn_of_unmet_names()
         return tuple(
             OperatorCast(name=name, list=color, num_calls=round(self._num_calls[name] / max(1, num_steps)))
@@ -203,7 +203,7 @@ class CastMeter:
 
 
 class _CastMode(TorchFunctionMode):
-    """Casts the floating-point arguments of listed operators and runs them with autocast off."""
+    """Casts floating-point arguments of listed operators and runs them with autocast off."""
 
     def __init__(self, lists: _Lists) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _CastMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = operator_name(func)
-        # Without gradients it is FSDP moving weights around, not the model computing.
+        # Without gradients, FSDP is moving weights, and the model is not computing.
         is_ours = self._level == self._lists.level and torch.is_grad_enabled()
         dtype = self._lists.dtypes.get(name) if is_ours and name is not None else None
         first = next(leaves_in((args, kwargs), Tensor), None)
@@ -233,14 +233,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Lists:
-    """Both lists, in force inside :meth:`active`."""
+    """Both lists, active inside :meth:`active`."""
 
     def __init__(self, precision: Precision, meter: CastMeter) -> None:
         wide, narrow = torch.float32, compute_dtype(precision)
         self.dtypes = {name: narrow if color == "white" else wide for name, color in _by_name(precision).items()}
         self.meter = meter
         self.level = 0
-        """How often it has been entered and not left; only the innermost casts."""
+        """Nesting depth; only the innermost level casts."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -255,8 +255,8 @@ class _Lists:
 def apply_autocast_lists(model: TrainModel, precision: Precision) -> CastMeter:
     """Apply ``precision.white`` and ``precision.black`` to everything the model runs, in place.
 
-    The layers apply them on their own too: full recompute runs them outside the model's forward pass, and what
-    watches a layer for selective recompute must see operators as they are cast.
+    Layers also apply them separately: full recompute runs layers outside the model's forward pass, and selective
+    recompute must see the operators as cast.
     """
     if not precision.white and not precision.black:
         return CastMeter()
@@ -268,7 +268,7 @@ def apply_autocast_lists(model: TrainModel, precision: Precision) -> CastMeter:
 
 
 def _run_inside(module: nn.Module, lists: _Lists) -> None:
-    """Replace ``module.forward``; hooks, FSDP's among them, stay outside."""
+    """Replace ``module.forward``; hooks, including FSDP's, stay outside."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -285,23 +285,22 @@ def _by_name(precision: Precision) -> dict[str, str]:
 
 # Level O1-fp8: matmuls of the layers' linear modules in 8-bit floats, by torchao.
 #
-# Inputs, weights and gradients are scaled by their largest element as they come (Micikevicius et al., arXiv
-# 2209.05433): e4m3 forward, e5m2 for gradients. Everything else is O1. torchao is imported only where the level is
-# used.
+# Inputs, weights and gradients are scaled dynamically by their largest element (Micikevicius et al., arXiv 2209.05433):
+# e4m3 forward, e5m2 for gradients. Everything else is O1. torchao is imported only for this level.
 
 
 FLOAT8_MIN_CAPABILITY = (8, 9)
-"""CUDA compute capability with 8-bit float tensor cores: Ada."""
+"""Lowest CUDA compute capability with 8-bit float tensor cores: Ada."""
 _ROCM_NAMES = ("gfx942", "gfx950")
-"""Architectures of ROCm with 8-bit float matmuls: MI300 and MI350."""
+"""ROCm architectures with 8-bit float matmuls: MI300 and MI350."""
 _REMEDY = "use level O1"
 
 
 def check_float8(device: torch.device) -> None:
-    """Refuse a machine without torchao, or a device that cannot multiply 8-bit floats; a CPU emulates them.
+    """Reject a machine without torchao or a device that cannot multiply 8-bit floats; CPUs emulate them.
 
     Raises:
-        InfeasibleSpec: naming what is missing and the remedy.
+        InfeasibleSpec: names what is missing and the remedy.
     """
     if importlib.util.find_spec("torchao") is None:
         raise InfeasibleSpec(
@@ -330,10 +329,10 @@ def _version_float8(capability: tuple[int, int]) -> str:
 
 
 def apply_float8(model: TrainModel, precision: Precision, device: torch.device, *, tp: int) -> None:
-    """Let the layers' linear modules multiply 8-bit floats, in place; those of odd sizes keep 16 bits.
+    """Make the layers' linear modules multiply 8-bit floats, in place; modules of unsuitable sizes keep 16 bits.
 
-    Comes before tensor parallelism, which hooks into the modules. Weights stay as they are: the cast is part of the
-    matmul, so that FSDP and the optimiser know nothing of it.
+    Call it before tensor parallelism, which hooks into the modules. Weights stay unchanged: the cast is part of the
+    matmul, so FSDP and the optimiser are not affected.
 
     Raises:
         InfeasibleSpec: no module qualifies.
@@ -358,18 +357,18 @@ def apply_float8(model: TrainModel, precision: Precision, device: torch.device, 
 
 
 def _fits(linear: nn.Linear, tp: int) -> bool:
-    """Whether both sides are still multiples when one of them is divided by ``tp``."""
+    """Whether both sides are still multiples of the required size when one of them is divided by ``tp``."""
     return linear.in_features % (MULTIPLE * tp) == 0 and linear.out_features % (MULTIPLE * tp) == 0
 
 
 def emulates(device: torch.device) -> bool:
-    """Whether the products of 8-bit floats are computed in fp32, as on a CPU: the same numbers, but no faster."""
+    """Whether 8-bit products are computed in fp32, as on a CPU: the same values, but no faster."""
     return is_host(device)
 
 
 @contextmanager
 def torchao_float8() -> Iterator[Any]:
-    """The package ``torchao.float8``. Its import complains of extensions for devices that are not here."""
+    """Import ``torchao.float8``, suppressing its warnings about extensions for absent devices."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [one.level for one in loggers]
     for one in loggers:
@@ -385,8 +384,8 @@ def torchao_float8() -> Iterator[Any]:
 
 
 def _like_linear(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The module's ``forward`` as an operator called ``linear``, for patterns of recompute; it takes its input in the
-    type of autocast, which torchao does on CUDA only."""
+    """Wrap the module's ``forward`` as an operator named ``linear``, for recompute patterns. It casts its input to the
+    type of autocast, which torchao does only on CUDA."""
     forward = module.forward
     visible: Any = wrap_torch_function(_itself)
     linear: Callable[[Tensor], Tensor] = visible(_named_linear(forward))

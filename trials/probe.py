@@ -1,4 +1,4 @@
-"""Measures a gang's hardware instead of a candidate. Knows how a gang meets (``parallel.mesh``) and number formats."""
+"""Measurement of a gang's hardware instead of a candidate. Knows ``parallel.mesh`` and number formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trials.parallel.mesh import RankIdentity, process_group
 from trials.precision import MIN_CAPABILITY, matmul_precision
 from trials.reports import Link, MatmulRate, MessageTime, ProbeSpec, RankRates, Rate, probe_spec
 
-# Measures rates of one device, those of matmuls and copies; also how calls are timed.
+# Rates of one device, for matmuls and copies, and timing of calls.
 
 
 FORMATS = {
@@ -32,13 +32,13 @@ FORMATS = {
     "bfloat16": (torch.bfloat16, "highest"),
     "float16": (torch.float16, "highest"),
 }
-"""Type of the matrices, and torch's precision of float32 matmuls, by number format."""
+"""Type of the matrices and torch's precision of float32 matmuls, by number format."""
 MIN_MATMUL_SIZE = 256
 MAX_CALLS = 1000
 
 
 def matmul_rates(spec: ProbeSpec, device: torch.device) -> dict[str, MatmulRate]:
-    """FLOP/s of square matmuls, by number format the device has units for."""
+    """Measure FLOP/s of square matmuls, for each number format that the device supports."""
     rates = {}
     for name, (dtype, precision) in FORMATS.items():
         if not _supports(name, device):
@@ -51,10 +51,10 @@ def matmul_rates(spec: ProbeSpec, device: torch.device) -> dict[str, MatmulRate]
 
 
 def _large_matmul(dtype: torch.dtype, spec: ProbeSpec, device: torch.device) -> tuple[int, Callable[[], object]]:
-    """Side of the matrices, and the call: the smallest power of two that fills ``sample_s``, or the largest allowed."""
+    """Return the side of the matrices and the call: the smallest power of two that takes ``sample_s``, or the limit."""
     size = MIN_MATMUL_SIZE
     while True:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))  # constants draw less power
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))  # constants would draw less power
         out = torch.empty_like(a)
         call = partial(torch.mm, a, b, out=out)
         call()
@@ -70,7 +70,7 @@ def _supports(name: str, device: torch.device) -> bool:
 
 
 def copy_rates(spec: ProbeSpec, device: torch.device) -> dict[str, Rate]:
-    """Bytes per second of a copy inside the device, read and write counted, and to and from a GPU over its bus."""
+    """Measure bytes per second of copies: within the device (read plus write), and to and from a GPU over its bus."""
     here = torch.zeros(spec.copy_bytes, dtype=torch.uint8, device=device)
     there = torch.zeros_like(here)
     rates = {"device": _rate(2.0 * spec.copy_bytes, _samples(partial(there.copy_, here), spec, device))}
@@ -83,7 +83,7 @@ def copy_rates(spec: ProbeSpec, device: torch.device) -> dict[str, Rate]:
 
 
 def _samples(call: Callable[[], object], spec: ProbeSpec, device: torch.device) -> list[float]:
-    """Seconds per call, sample by sample, after one call to warm up."""
+    """Return seconds per call of each sample, after one warm-up call."""
     call()
     once_s = seconds_per_call(call, 1, device)
     num_calls = min(MAX_CALLS, max(1, math.ceil(spec.sample_s / max(once_s, 1e-9))))
@@ -91,7 +91,7 @@ def _samples(call: Callable[[], object], spec: ProbeSpec, device: torch.device) 
 
 
 def seconds_per_call(call: Callable[[], object], num_calls: int, device: torch.device) -> float:
-    """Mean seconds of a call, when so many follow one another."""
+    """Return mean seconds per call over this many consecutive calls."""
     synchronize(device)
     start_s = time.perf_counter()
     for _ in range(num_calls):
@@ -105,15 +105,15 @@ def _rate(work: float, samples_s: Sequence[float]) -> Rate:
     return Rate(per_s=work / middle, log_spread=math.log(high / low) / 2)
 
 
-# Measures links between devices: times of all-reduces and transfers among a gang's ranks.
+# Links between devices: times of all-reduces and transfers among a gang's ranks.
 
 
 ProcessGroup = Any
-"""A process group, to which torch gives no one type; None stands for the whole gang."""
+"""A process group, for which torch has no single type; None means the whole gang."""
 
 
 class CollectiveTimer:
-    """Times operations that several ranks take part in: all of them call the same methods in the same order.
+    """Times operations of several ranks: all ranks call the same methods in the same order.
 
     The ranks of ``group`` take part and agree on the number of calls.
     """
@@ -123,10 +123,10 @@ class CollectiveTimer:
         self._device = device
         self._group = group
         self._left_s = spec.part_limit_s
-        self._agree(0.0)  # all ranks connect before some exchange in pairs
+        self._agree(0.0)  # connects all ranks before pairs exchange
 
     def all_reduce(self) -> Link:
-        """Times of an all-reduce over the group, by message size."""
+        """Time an all-reduce over the group, by message size."""
 
         def time_s(num_bytes: int) -> float:
             message = torch.zeros(num_bytes // 4, device=self._device)
@@ -135,11 +135,11 @@ class CollectiveTimer:
         return Link(world_size=dist.get_world_size(self._group), times=self._by_size(time_s))
 
     def transfers(self, neighbours: Sequence[int | None]) -> Link:
-        """Exchange with one neighbour after the other; per size the faster of them."""
+        """Exchange with one neighbour after the other; take the faster one for each size."""
         return Link(world_size=2, times=self._by_size(lambda n: min(self._exchange_s(n, peer) for peer in neighbours)))
 
     def _by_size(self, time_s: Callable[[int], float]) -> tuple[MessageTime, ...]:
-        """Times from the smallest message to the largest that there is time for, at least two."""
+        """Measure from the smallest message to the largest within the time limit, at least two."""
         times: list[MessageTime] = []
         for num_bytes in self._spec.message_bytes:
             if len(times) > 1 and self._agree(times[-1].time_s) * num_bytes / times[-1].num_bytes * 5 > self._left_s:
@@ -148,7 +148,7 @@ class CollectiveTimer:
         return tuple(times)
 
     def _exchange_s(self, num_bytes: int, peer: int | None) -> float:
-        """Median seconds of exchanging messages with ``peer``; infinite for a rank that has no such neighbour."""
+        """Return median seconds to exchange messages with ``peer``; infinite without a peer."""
         if peer is None:
             self._own_median_s(lambda: None)
             return math.inf
@@ -163,7 +163,7 @@ class CollectiveTimer:
         return self._own_median_s(exchange)
 
     def _own_median_s(self, call: Callable[[], object]) -> float:
-        """This rank's median seconds of a call; all ranks make the same number of calls."""
+        """Return this rank's median seconds per call; all ranks make the same number of calls."""
         call()
         once_s = self._agree(seconds_per_call(call, 1, self._device))
         num_calls = min(MAX_CALLS, max(1, int(self._spec.sample_s / max(once_s, 1e-9))))
@@ -172,7 +172,7 @@ class CollectiveTimer:
         return statistics.median(seconds_per_call(call, num_calls, self._device) for _ in range(num_samples))
 
     def _agree(self, value_s: float) -> float:
-        """The largest of the ranks' finite values."""
+        """Return the largest finite value of the ranks."""
         finite_s = value_s if math.isfinite(value_s) else 0.0
         value = torch.tensor([finite_s], dtype=widest_float(self._device), device=self._device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
@@ -180,7 +180,7 @@ class CollectiveTimer:
 
 
 def own_group(groups: Sequence[Sequence[int]], rank: int) -> ProcessGroup:
-    """The process group of those ``groups`` that has this rank; every rank connects all of them."""
+    """Return this rank's process group among ``groups``; every rank creates all of them."""
     if len(groups) == 1:
         return None
     made = [dist.new_group(list(ranks)) for ranks in groups]
@@ -188,9 +188,9 @@ def own_group(groups: Sequence[Sequence[int]], rank: int) -> ProcessGroup:
 
 
 def neighbours_of(rank: int, per_node: int, num_nodes: int) -> list[int | None]:
-    """This rank's peers in two rounds of pairs of nodes: (0, 1), (2, 3), ... and (1, 2), (3, 4), ...
+    """Return this rank's peers in two rounds of pairs of nodes: (0, 1), (2, 3), ... and (1, 2), (3, 4), ...
 
-    Of an odd number of nodes one has no peer in each round; of an even number the two ends meet in the second.
+    With an odd number of nodes, one has no peer in each round; with an even number, the two ends pair up in the second.
     """
     node, place = divmod(rank, per_node)
     peers = [node ^ 1, node - 1 if node % 2 == 0 else node + 1]
@@ -199,7 +199,7 @@ def neighbours_of(rank: int, per_node: int, num_nodes: int) -> list[int | None]:
     return [peer * per_node + place if 0 <= peer < num_nodes else None for peer in peers]
 
 
-# Measures the hardware instead of a candidate: matmul, copy, all-reduce and transfer rates of every rank.
+# Probe of the hardware: matmul, copy, all-reduce and transfer rates of every rank.
 #
 # A gang runs it like a trial. It also runs under plain torchrun, on gloo or NCCL::
 #
@@ -207,12 +207,12 @@ def neighbours_of(rank: int, per_node: int, num_nodes: int) -> list[int | None]:
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
-    """Measure as this process's rank; gives a :class:`RankReport` as JSON with the rates among its findings.
+    """Measure as this process's rank; return a :class:`RankReport` as JSON, with the rates among its findings.
 
-    ``spec`` is a :class:`ProbeSpec` as JSON. Identity and rendezvous are those of :func:`trials.worker.run_rank`.
+    ``spec`` is a :class:`ProbeSpec` as JSON. Identity and rendezvous are as in :func:`trials.worker.run_rank`.
 
     Raises:
-        CodecError: the JSON is no ProbeSpec; anything else is what torch raised.
+        CodecError: the JSON is not a ProbeSpec. Errors of torch pass through.
     """
     wanted: ProbeSpec = from_json(ProbeSpec, spec)
     progress("starting")
@@ -226,13 +226,13 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
 
 
 def measure(spec: ProbeSpec, identity: RankIdentity, device: torch.device, progress: ProgressSink) -> RankRates:
-    """All parts of ``spec`` that this gang is large enough for, one after the other."""
+    """Measure all parts of ``spec`` that this gang is large enough for."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", identity.world_size))
     num_nodes = identity.world_size // per_node
     values: dict[str, Any] = {}
     progress("warmup")
     if "compute" in spec.parts:
-        dist.all_reduce(torch.zeros(1, device=device))  # begin together
+        dist.all_reduce(torch.zeros(1, device=device))  # synchronises the start
         values["matmul_flops_per_s"] = matmul_rates(spec, device)
         progress("measuring", step=1)
         values["copy_bytes_per_s"] = copy_rates(spec, device)
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--device", choices=list(FAMILIES), help="what to measure (default: what torch finds)")
     parser.add_argument("--out", type=Path, help="where rank 0 writes the rates as JSON (default: stdout)")
     args = parser.parse_args()
-    kind: DeviceKind = args.device or installed_kind()  # a look at devices that is not taken where the user says which
+    kind: DeviceKind = args.device or installed_kind()  # detects devices only without --device
     identity = RankIdentity.from_env()
     device = open_device(kind, identity.local_rank)
     everyone: list[Any] = [None] * identity.world_size

@@ -1,4 +1,4 @@
-"""Activations that are dropped after the forward pass and computed again. Knows models and how tensors are split."""
+"""Recomputation of activations. Knows models and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from trials.reports import PatternEffect
 from trials.sizes import Chunk, count_at
 from trials.spec import Counts, Recompute
 
-# Recipes that compute a tensor again that was dropped after the forward pass.
+# Recipes that recompute a dropped tensor.
 #
-# A recipe holds an operator and its inputs; inputs that were dropped themselves are held as handles on their recipes.
-# A *handle* stands for one dropped tensor: an output of a recipe, or a view of it. Autograd keeps the handle instead.
+# A recipe holds an operator and its inputs; inputs that were dropped too are held as handles on their recipes. A
+# *handle* stands for one dropped tensor: an output of a recipe, or a view of it. Autograd keeps the handle instead.
 
 
 Timing = Callable[[torch.device], contextlib.AbstractContextManager[None]]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """What holds the rank's elements: the same object for all views, as long as one of them lives."""
+    """Return the storage of the rank's elements: the same object for all views, as long as one of them lives."""
     return stored_part(tensor).untyped_storage()
 
 
 def offset_of(tensor: Tensor) -> int:
-    """Where the rank's elements begin in their storage, in elements."""
+    """Return the offset of the rank's elements in their storage, in elements."""
     return int(local_part(tensor).storage_offset())
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Where a tensor's elements lie in the storage of a recipe's output."""
+    """Location of a tensor's elements in the storage of a recipe's output."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -61,7 +61,7 @@ class TensorView:
 
     @staticmethod
     def locate(tensor: Tensor, output_offset: int) -> TensorView:
-        """The view ``tensor`` is of an output that starts at ``output_offset`` of its storage."""
+        """Describe ``tensor`` as a view of an output that starts at ``output_offset`` of its storage."""
         local = local_part(tensor)
         distributed = None
         if isinstance(tensor, DTensor):
@@ -69,7 +69,7 @@ class TensorView:
         return TensorView(local.shape, local.stride(), offset_of(tensor) - output_offset, distributed)
 
     def of(self, output: Tensor) -> Tensor:
-        """This view of the output, which was computed again."""
+        """Apply this view to the recomputed output."""
         local = local_part(output)
         part = local.as_strided(self.size, self.stride, offset_of(output) + self.offset)
         if self.distributed is None:
@@ -79,12 +79,12 @@ class TensorView:
 
 
 class Handle:
-    """One dropped tensor: a view of a recipe's output, or of a tensor autograd kept from inside its operator."""
+    """One dropped tensor: a view of a recipe's output, or of a tensor that autograd saved inside its operator."""
 
     __slots__ = ("__weakref__", "_view", "index", "is_saved", "recipe")
 
     def __init__(self, recipe: Rebuild, index: int, view: TensorView, *, is_saved: bool = False) -> None:
-        """``index`` counts the outputs, or with ``is_saved`` what autograd kept, in order."""
+        """``index`` counts the outputs or, with ``is_saved``, what autograd saved, in order."""
         self.recipe = recipe
         self.index = index
         self.is_saved = is_saved
@@ -92,7 +92,7 @@ class Handle:
         recipe.add(self)
 
     def tensor(self) -> Tensor:
-        """Compute it again, or take it from what another handle had computed."""
+        """Recompute the tensor, or reuse what another handle recomputed."""
         with torch.enable_grad():
             result = self.recipe.result(self)
         with torch.no_grad():
@@ -100,15 +100,15 @@ class Handle:
 
 
 class Input:
-    """A tensor that a recipe's operator takes, without the autograd graph it came from, so that no cycle can arise.
+    """A tensor argument of a recipe's operator, without its autograd graph, which avoids reference cycles.
 
-    A parameter stays the object it is: FSDP gives it its storage back before the backward pass needs it.
+    A parameter stays the same object: FSDP restores its storage before the backward pass needs it.
     """
 
     __slots__ = ("_is_written", "_requires_grad", "_version", "source")
 
     def __init__(self, tensor: Tensor, handle: Handle | None, *, is_written: bool = False) -> None:
-        """``handle`` where ``tensor`` itself is dropped; ``is_written`` if the operator changes it, unread."""
+        """``handle`` is set if ``tensor`` itself is dropped; ``is_written`` if the operator only writes it."""
         self._requires_grad = tensor.requires_grad
         self._version = tensor._version
         self._is_written = is_written
@@ -117,7 +117,7 @@ class Input:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing has written to it since the call."""
+        """Whether it has not been written to since the call."""
         if isinstance(self.source, Handle):
             return self.source.recipe.is_intact()
         if self._is_written or isinstance(self.source, nn.Parameter):
@@ -130,11 +130,11 @@ class Input:
 
 
 class Rebuild:
-    """One call of an operator, ready to be made again.
+    """One repeatable call of an operator.
 
-    It makes the outputs, and what autograd kept from inside the operator. They stay from the first handle's request
-    until every handle has had its turn; then, should a handle ask again (the graph was retained, or a zero-bubble
-    schedule runs it in two passes), they are computed again.
+    It recomputes the outputs, and what autograd saved inside the operator. They live from the first handle's request
+    until every handle has made one. If a handle then requests its tensor again (a retained graph, or a zero-bubble
+    schedule with two passes), they are recomputed.
     """
 
     __slots__ = (
@@ -153,7 +153,7 @@ class Rebuild:
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, dict[str, Any]], device: torch.device, timing: Timing
     ) -> None:
-        """``args`` are the positional and the keyword arguments, with an :class:`Input` for every tensor."""
+        """``args`` are the positional and keyword arguments, with an :class:`Input` for every tensor."""
         self._function = function
         self._args = args
         self._device = device
@@ -175,17 +175,17 @@ class Rebuild:
             self._saved.add(handle.index)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Inputs that live on because of it, parameters left out."""
+        """Yield the inputs that live on because of it, without parameters."""
         for one in leaves_in(self._args, Input):
             if isinstance(one.source, Tensor) and not isinstance(one.source, nn.Parameter):
                 yield one.source
 
     def is_intact(self) -> bool:
-        """Whether nothing has written to an input since the call."""
+        """Whether no input has been written to since the call."""
         return all(one.is_intact for one in leaves_in(self._args, Input))
 
     def result(self, handle: Handle) -> Tensor:
-        """The tensor that ``handle`` is a view of."""
+        """Return the tensor that ``handle`` is a view of."""
         if self._results is None:
             self._results = self._compute()
             self._waiting = weakref.WeakSet(self._handles)
@@ -196,10 +196,10 @@ class Rebuild:
         return (saved if handle.is_saved else outputs)[handle.index]
 
     def _compute(self) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Run the operator as it ran: with gradients, on which the choice of a kernel can depend."""
+        """Run the operator as originally: with gradients, which can affect the choice of a kernel."""
         if not self.is_intact():
             raise RuntimeError(f"an input of {self._name} was modified in place before its output was recomputed")
-        # Dropped inputs first: their time is counted where they are.
+        # Dropped inputs first, so that their time is counted separately.
         args, kwargs = map_leaves(Input.tensor, self._args, Input)
         saved: dict[int, Tensor] = {}
         numbers = itertools.count()
@@ -237,22 +237,22 @@ class _AutocastState:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
 
-# Matches operators against a pattern of selective recompute, and adds up what the pattern did.
+# Matching of operators against patterns of selective recompute, and totals per pattern.
 
 
 @dataclass(slots=True, kw_only=True)
 class PatternTally:
-    """What one pattern did on this rank since the last reset."""
+    """Totals of one pattern on this rank since the last reset."""
 
     label: str
     expression: re.Pattern[str]
     num_layers: int = 0
-    """Layers of this part of the model that it applies to."""
+    """Number of layers in this part of the model that it applies to."""
     num_matches: int = 0
     saved_bytes: int = 0
-    """Bytes dropped, less what recipes keep alive in their stead; may be negative."""
+    """Bytes dropped, less those that recipes keep alive instead; may be negative."""
     marks: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Pairs around every recomputation, on the device's clock."""
+    """Pairs of marks around every recomputation, on the device's clock."""
 
     def reset(self) -> None:
         self.num_matches = self.saved_bytes = 0
@@ -260,37 +260,37 @@ class PatternTally:
 
     @property
     def recompute_s(self) -> float:
-        """Seconds spent computing again, of the device's time if it has its own; waits for the device."""
+        """Seconds spent on recomputation, on the device's clock if it has one; waits for the device."""
         if self.marks:
             self.marks[-1][1].synchronize()
         return sum(seconds_between(start, end) for start, end in self.marks)
 
     @contextlib.contextmanager
     def timing(self, device: torch.device) -> Iterator[None]:
-        """Count the time that the body takes."""
+        """Count the time of the body."""
         start = mark(device)
         yield
         self.marks.append((start, mark(device)))
 
     def matches(self, module_path: str, operator: str) -> bool:
-        """Whether the pattern names the operator called in this module of a layer, the module, or one around it."""
+        """Whether the pattern matches this operator call, its module, or an enclosing module in the layer."""
         parts = module_path.split(".") if module_path else []
         modules = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
         return any(self.expression.fullmatch(path) for path in (*modules, ".".join([*parts, operator])))
 
 
-# Selective recompute: what chosen operators make is dropped after the forward pass and computed again.
+# Selective recompute: outputs of chosen operators are dropped after the forward pass and recomputed.
 #
-# While a layer runs, a torch function mode sees every operator it calls, and hooks see every tensor that autograd
-# keeps for the backward pass. Where that is an output of a chosen operator, a view of one, or comes from inside a
-# chosen operator, autograd gets a handle on a recipe instead. Nothing depends on where modules begin and end.
+# While a layer runs, a torch function mode sees every operator call, and hooks see every tensor that autograd saves for
+# the backward pass. If that is an output of a chosen operator, a view of one, or from inside a chosen operator,
+# autograd gets a handle on a recipe instead. Module boundaries do not matter.
 #
-# Chosen operators must be functions of their arguments: they draw no random numbers and keep no state (batch norm's
-# running statistics are taken care of).
+# Chosen operators must be functions of their arguments: no random numbers and no state (batch norm's running statistics
+# are handled).
 
 
 def recompute_selected(layer: nn.Module, tallies: Sequence[PatternTally]) -> None:
-    """Make ``layer`` recompute what the patterns choose, in place; where several match, the first one counts."""
+    """Make ``layer`` recompute what the patterns choose, in place; the first matching pattern counts."""
     for tally in tallies:
         tally.num_layers += 1
     paths: list[str] = []
@@ -324,7 +324,7 @@ def _leave(paths: list[str], _module: nn.Module, _args: Any, _outputs: Any) -> N
 
 
 def _choose(tallies: tuple[PatternTally, ...], module_path: str, function: Callable[..., Any]) -> PatternTally | None:
-    """The pattern that names ``function`` where it is called."""
+    """Return the pattern that matches this call of ``function``; None if none."""
     operator = operator_name(function)
     if operator is None:
         return None
@@ -332,7 +332,7 @@ def _choose(tallies: tuple[PatternTally, ...], module_path: str, function: Calla
 
 
 class _Slot:
-    """What autograd keeps from inside a chosen operator, open until the operator's outputs are known."""
+    """A tensor that autograd saved inside a chosen operator, pending until the operator's outputs are known."""
 
     __slots__ = ("held",)
 
@@ -350,7 +350,7 @@ class _Output:
     """An output of a chosen operator, while its layer runs."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    """Where the output lies; once that is gone, the recorder forgets this."""
+    """Storage of the output; when it is freed, the recorder drops this entry."""
     recipe: Rebuild
     index: int
     tally: PatternTally
@@ -361,7 +361,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    """A storage not kept for the backward pass; whether something else keeps it shows once the layer is done."""
+    """A storage not kept for the backward pass; after the layer it turns out whether something else keeps it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     num_bytes: int
@@ -369,13 +369,13 @@ class _Dropped:
 
 
 class _Recorder(TorchFunctionMode):
-    """Watches one forward pass of one layer."""
+    """Observes one forward pass of one layer."""
 
     def __init__(self, choose: Callable[[str, Callable[..., Any]], PatternTally | None], paths: list[str]) -> None:
         super().__init__()
         self._choose = choose
         self._paths = paths
-        # By the id of the storage, which is the same object as long as anything holds it.
+        # By the id of the storage, which is the same object as long as it is referenced.
         self._outputs: dict[int, _Output] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._dropped: dict[int, _Dropped] = {}
@@ -404,9 +404,9 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def pack(self, tensor: Tensor) -> Tensor | Handle | _Slot:
-        """What autograd keeps instead of ``tensor``.
+        """Return what autograd saves instead of ``tensor``.
 
-        Detached, for an operator's output would keep its own graph alive.
+        Detached, because an operator's output would keep its own graph alive.
         """
         tensor = tensor.detach()
         if self._slots is None:
@@ -416,10 +416,10 @@ class _Recorder(TorchFunctionMode):
         return slot
 
     def close(self, lasting: Iterable[Tensor]) -> None:
-        """Settle what was saved. ``lasting`` lives on for other reasons: parameters, the layer's inputs, its outputs.
+        """Settle what was saved. ``lasting`` lives on for other reasons: parameters, the layer's inputs and outputs.
 
-        Storages are dropped for good only if nothing else holds them; inputs of recipes cost memory only if
-        nothing else would have kept them.
+        Storages are freed only if nothing else holds them; inputs of recipes cost memory only if nothing else would
+        have kept them.
         """
         self._outputs.clear()
         for dropped in self._dropped.values():
@@ -432,13 +432,13 @@ class _Recorder(TorchFunctionMode):
                 if id(storage) not in counted:
                     counted.add(id(storage))
                     tally.saved_bytes -= storage.nbytes()
-        # Autograd's hooks may hold on to this object; it must hold on to nothing.
+        # Autograd's hooks may hold this object, so it must hold nothing.
         self._kept.clear()
         self._dropped.clear()
         self._recipes.clear()
 
     def _remember(self, recipe: Rebuild, tally: PatternTally, outputs: list[Tensor], inputs: set[int]) -> None:
-        """Note how the outputs came about; views of inputs need no note, their storage tells."""
+        """Record the origin of the outputs; views of inputs need no record, as they share the storage."""
         for i, tensor in enumerate(outputs):
             storage = storage_of(tensor)
             if id(storage) not in inputs and self._output(storage) is None:
@@ -449,7 +449,7 @@ class _Recorder(TorchFunctionMode):
                 )
 
     def _release(self, recipe: Rebuild, tally: PatternTally, slots: list[_Slot], inputs: set[int]) -> None:
-        """Let go of what autograd kept from inside the operator, inputs apart."""
+        """Release what autograd saved inside the operator, except inputs."""
         for i, slot in enumerate(slots):
             tensor = slot.held
             assert isinstance(tensor, Tensor)
@@ -470,7 +470,7 @@ class _Recorder(TorchFunctionMode):
         return handle
 
     def _handle(self, tensor: Tensor) -> Handle | None:
-        """A handle for an output of a chosen operator, or a view of one, unless something has been written over."""
+        """Return a handle for an output of a chosen operator or a view of one; None if data was overwritten."""
         output = self._output(storage_of(tensor))
         if output is None or tensor.dtype != output.dtype or tensor._version != output.version:
             return None
@@ -479,7 +479,7 @@ class _Recorder(TorchFunctionMode):
         return Handle(output.recipe, output.index, TensorView.locate(tensor, output.offset))
 
     def _input(self, tensor: Tensor, *, may_write: bool) -> Input:
-        """A chosen operator's input. Batch norm writes its running statistics, which need no gradient."""
+        """Wrap an input of a chosen operator. Batch norm writes its running statistics, which need no gradient."""
         return Input(tensor, self._handle(tensor), is_written=may_write and not tensor.requires_grad)
 
     def _drop(self, storage: torch.UntypedStorage, tally: PatternTally) -> None:
@@ -491,33 +491,33 @@ class _Recorder(TorchFunctionMode):
         self._dropped[id(storage)] = _Dropped(weakref.ref(storage), storage.nbytes(), tally)
 
     def _output(self, storage: torch.UntypedStorage) -> _Output | None:
-        """The chosen operator's output in this storage; None where it holds none."""
+        """Return the chosen operator's output in this storage; None if there is none."""
         return self._outputs.get(id(storage))
 
 
 def _count_if_freed(dropped: _Dropped) -> None:
-    """Count the storage as saved if nothing keeps it."""
+    """Count the storage as saved if it is freed."""
     if dropped.storage() is None:
         dropped.tally.saved_bytes += dropped.num_bytes
 
 
 def _forget(outputs: dict[int, _Output], key: int, _storage: Any) -> None:
-    """Drop what is noted of a storage that is gone, as another may take its place."""
+    """Drop the record of a freed storage, because another may reuse its key."""
     outputs.pop(key, None)
 
 
-# Applies a candidate's recompute policy to a model, and counts what it did.
+# A candidate's recompute policy: its application to a model, and its effects.
 
 
 logger = logging.getLogger(__name__)
 
 COMMUNICATION = "communication"
-"""Label of recompute of communication among the patterns."""
+"""Label of communication recompute among the patterns."""
 _GATHERING = r"(.*\.)?gather_sequence"
 
 
 class RecomputeMeter:
-    """Counts what selective recompute, and that of communication, drops and computes again."""
+    """Measures what selective recompute and communication recompute drop and recompute."""
 
     def __init__(self, tallies: tuple[PatternTally, ...] = ()) -> None:
         self._tallies = tallies
@@ -525,17 +525,17 @@ class RecomputeMeter:
         self._has_warned = False
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._num_microbatches = 0
         for tally in self._tallies:
             tally.reset()
 
     def count_microbatch(self, _module: nn.Module, _args: Any) -> None:
-        """Count one more pass of the model; a forward pre-hook."""
+        """Count a pass of the model; a forward pre-hook."""
         self._num_microbatches += 1
 
     def effects(self, num_steps: int) -> tuple[PatternEffect, ...]:
-        """Effect of every pattern per step since the last reset; waits for the device."""
+        """Return the effect of every pattern per step since the last reset; waits for the device."""
         effects = tuple(self._effect(tally, max(1, num_steps)) for tally in self._tallies)
         if not self._has_warned:
             self._has_warned = True
@@ -552,7 +552,7 @@ class RecomputeMeter:
 
 
 def _warn(effects: list[PatternEffect]) -> None:
-    """Warn of patterns without effect on the layers that they apply to."""
+    """Warn about patterns without effect on the layers that they apply to."""
     for effect in effects:
         if effect.num_matches == 0:
             logger.warning("recompute pattern %r matches nothing in this part of the model", effect.pattern)
@@ -563,7 +563,7 @@ def _warn(effects: list[PatternEffect]) -> None:
 def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> RecomputeMeter:
     """Make the layers of this virtual stage recompute, in place.
 
-    Layers recomputed in full come first, so the other counts take effect where they are larger.
+    Layers recomputed in full come first, so the other counts have an effect only if they are larger.
     """
     names = list(model.layers)
     num_full = count_at(recompute.full, chunk.chunk, chunk.stage)
@@ -572,7 +572,7 @@ def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> Re
     limits = [count_at(counts, chunk.chunk, chunk.stage) for _, _, counts in patterns]
     for i, name in enumerate(names):
         if i < num_full:
-            # Models of ours draw no random numbers, so there is no state to restore.
+            # Built-in models draw no random numbers, so there is no random state to restore.
             model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=model.is_own)
         elif chosen := [tally for tally, limit in zip(tallies, limits, strict=True) if i < limit]:
             recompute_selected(model.layers[name], chosen)
@@ -583,7 +583,7 @@ def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> Re
 
 
 def _patterns(recompute: Recompute) -> list[tuple[str, str, Counts]]:
-    """Label, regular expression and layer counts of every pattern."""
+    """Return label, regular expression and layer counts of every pattern."""
     patterns: list[tuple[str, str, Counts]] = [
         (one.pattern, one.pattern, one.num_layers) for one in recompute.selective
     ]

@@ -1,4 +1,4 @@
-"""What ranks report of a trial next to step times: profiles, rates, programs, findings. Standard library only."""
+"""What ranks report in addition to step times: profiles, rates, programs, findings. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Literal
 from trials.accelerator.kinds import DeviceKind
 from trials.health import DeviceHealth
 
-# A rank's profile, as small values that travel with its report. Standard library only.
+# A rank's profile, as small values that travel with its report.
 #
-# Numbers are per profiled step: means over the steps, seconds unless the name says otherwise.
+# Values are means per profiled step, in seconds unless the name has another unit.
 
 
 FOLDER = "profile"
-"""Name of the folder, inside an attempt's, that takes traces, graphs and memory snapshots."""
+"""Name of the folder, inside an attempt's, for traces, graphs and memory snapshots."""
 
 FOLDER_VARIABLE = "TUNE_CLUSTER_PROFILE_DIR"
-"""Environment variable that tells a rank the folder; without it no files are written."""
+"""Environment variable with a rank's folder; without it no files are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """A phase of the step as the host's marks bound it: ``forward``, ``backward``, ``optimizer``, ``data``, ..."""
+    """A phase of the step, bounded by the host's marks: ``forward``, ``backward``, ``optimizer``, ``data``, ..."""
 
     name: str
     time_s: float
@@ -31,63 +31,63 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTime:
-    """An operator of torch; on CUDA also with the kernels that it launched itself."""
+    """An operator of torch; on CUDA including the kernels that it launched itself."""
 
     name: str
     num_calls: float
     cpu_s: float
-    """Seconds on the host, without the operators that it calls."""
+    """Seconds on the host, excluding the operators that it calls."""
     device_s: float
     """Seconds on the accelerator; 0 on CPUs."""
     share: float
-    """Share of the time of all operators, on the accelerator if there is one, 0 to 1."""
+    """Fraction of the time of all operators, on the accelerator if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCount:
-    """Collectives that one module starts in one step; equal layers are one module, ``layers.*``."""
+    """Collectives that one module starts in one step; equal layers count as one module, ``layers.*``."""
 
     module: str
-    """Path in the model; ``gradients`` for what reduces them outside of modules, ``step`` for the rest of it."""
+    """Path in the model; ``gradients`` for gradient reduction outside of modules, ``step`` for the rest."""
     phase: str
-    """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside of both)."""
+    """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside both)."""
     kind: str
     """Type of collective: ``all_gather``, ``all_reduce``, ``send``, ..."""
     axis: str
-    """Mesh axes of its group, joined by underscores, like ``dp_shard``."""
+    """Mesh axes of its group, joined by underscores, such as ``dp_shard``."""
     group_size: int
     num_calls: int
     num_bytes: int
-    """Bytes sent by this rank, all calls together; for ``recv``, bytes that arrive."""
+    """Bytes sent by this rank in all calls together; for ``recv``, bytes received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """Communication that need not be, per step."""
+    """Avoidable communication, per step."""
 
     module: str
     phase: str
     problem: str
-    """One sentence for people that says what is redundant."""
+    """What is redundant, in one sentence."""
     num_calls: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleGap:
-    """Time in which nothing is computed or communicated, by the operator or kernel before it and the one after it."""
+    """Time without computation or communication, by the operators or kernels before and after it."""
 
     after: str
     before: str
     num_gaps: float
-    """Per step."""
+    """Gaps per step."""
     time_s: float
     """Seconds per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileEvent:
-    """Why torch.compile broke a graph, or compiled code again, at one place of the source."""
+    """Why torch.compile broke a graph or recompiled code, at one place of the source."""
 
     kind: Literal["graph break", "recompilation"]
     place: str
@@ -98,27 +98,27 @@ class CompileEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakTensor:
-    """Tensors of one module that are alive at the memory peak, those of equal layers together."""
+    """Tensors of one module that are alive at the memory peak; those of equal layers are combined."""
 
     module: str
     what: str
-    """``weights``, ``gradients``, ``optimizer state``, else the operator that made them."""
+    """``weights``, ``gradients``, ``optimiser state``, or the operator that created them."""
     num_tensors: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """When most memory is allocated within the profiled steps, on the device trained on."""
+    """The peak of allocated memory within the profiled steps, on the training device."""
 
     peak_bytes: int
     start_bytes: int
-    """Allocated when recording began. On CPUs it is the weights, gradients and optimizer state of a training program;
-    of our own models 0, and the peak counts from then on."""
+    """Bytes allocated when recording began: on CPUs, weights, gradients and optimiser state of a training program. For
+    built-in models it is 0, and the peak counts from then on."""
     phase: str
-    """Phase of the step in which the peak came."""
+    """Phase of the step in which the peak occurred."""
     tensors: tuple[PeakTensor, ...] = ()
-    """The largest at the peak, the largest first."""
+    """The largest tensors at the peak, in descending order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,31 +135,31 @@ class RankProfile:
 
     rank: int
     stage: int
-    """Stage of the pipeline; 0 without one."""
+    """Pipeline stage; 0 without a pipeline."""
     first_step: int
     last_step: int
     times: StepTimes
     phases: tuple[PhaseTime, ...] = ()
     operators: tuple[OperatorTime, ...] = ()
-    """Operators that take most time, the longest first."""
+    """Operators that take most time, in descending order."""
     collectives: tuple[CollectiveCount, ...] = ()
     redundancies: tuple[Redundancy, ...] = ()
     counted: bool = False
-    """Whether collectives were counted: if so, an empty ``collectives`` means that there are none."""
+    """Whether collectives were counted; if so, an empty ``collectives`` means there were none."""
     memory: MemoryPeak | None = None
     gaps: tuple[IdleGap, ...] = ()
-    """Where nothing is computed or communicated, the longest first."""
+    """Time without computation or communication, the longest gaps first."""
     cast_share: float = 0.0
-    """Share of the operators' time that changes number formats, 0 to 1."""
+    """Fraction of the operators' time that converts number formats."""
     num_waits: float = 0.0
-    """Times per step that the host waits for the device, or on CPUs reads a tensor's value."""
+    """How often per step the host waits for the device or, on CPUs, reads a tensor's value."""
     compilations: tuple[CompileEvent, ...] = ()
-    """Graph breaks and recompilations since the program began."""
+    """Graph breaks and recompilations since the start of the program."""
     folder: str = ""
-    """Absolute path on the rank's node; empty where no files were written."""
+    """Absolute path on the rank's node; empty if no files were written."""
     files: tuple[ProfileFile, ...] = ()
     notes: tuple[str, ...] = ()
-    """What people should know, e.g. that something could not be recorded."""
+    """Remarks for people, e.g. that something could not be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,21 +168,21 @@ class StepTimes:
 
     total_s: float
     computation_s: float
-    """Time with an operator (CPU) or a kernel (CUDA) at work."""
+    """Time with an operator (CPU) or a kernel (CUDA) running."""
     communication_s: float
     """Time with a collective in flight."""
     uncovered_communication_s: float
-    """Communication while nothing is computed."""
+    """Communication without concurrent computation."""
     free_s: float
-    """Time in which nothing is computed or communicated."""
+    """Time without computation or communication."""
 
     @property
     def overlap(self) -> float:
-        """The share of communication that computation hides, in 0..1; 0 without communication."""
+        """Fraction of communication that computation hides; 0 without communication."""
         return 1.0 - self.uncovered_communication_s / self.communication_s if self.communication_s else 0.0
 
 
-# Values of a hardware probe: what to measure, and the rates that a rank measured. Standard library only.
+# Hardware probes: what to measure, and the rates that a rank measured.
 
 
 Part = Literal["compute", "node", "network"]
@@ -195,26 +195,26 @@ KIB, MIB = 1 << 10, 1 << 20
 class ProbeSpec:
     """What every rank of a probe measures.
 
-    ``compute`` is each device alone (all at the same time), ``node`` collectives among the ranks of a node, ``network``
-    collectives and transfers between nodes; parts that a gang has too few ranks for are left out.
+    ``compute`` measures each device alone (all at the same time), ``node`` collectives among the ranks of a node,
+    ``network`` collectives and transfers between nodes. Parts that need more ranks than the gang has are left out.
     """
 
     device: DeviceKind
     parts: tuple[Part, ...] = PARTS
     max_matmul_size: int = 8192
-    """Side of the largest square matrices; smaller ones are taken where a product of them takes ``sample_s``."""
+    """Side of the largest square matrices; smaller ones are used if their product already takes ``sample_s``."""
     copy_bytes: int = 512 * MIB
     message_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
     num_samples: int = 7
-    """Number of samples that a median is taken over."""
+    """Number of samples per median."""
     sample_s: float = 0.02
-    """Seconds of work per sample, in as many calls as that takes."""
+    """Seconds of work per sample, in as many calls as needed."""
     part_limit_s: float = 10.0
-    """Seconds that each part may take; larger messages are left out where it would take longer."""
+    """Time limit per part, in seconds; it may exclude larger messages."""
 
 
 def probe_spec(device: DeviceKind, parts: Sequence[Part] = PARTS) -> ProbeSpec:
-    """What to measure on this kind of device: large enough to keep it busy, in a probe of seconds."""
+    """Return what to measure on this kind of device: enough to keep it busy, but only for seconds."""
     if device != "cpu":
         return ProbeSpec(device=device, parts=tuple(parts))
     return ProbeSpec(
@@ -230,7 +230,7 @@ def probe_spec(device: DeviceKind, parts: Sequence[Part] = PARTS) -> ProbeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Units of work per second: the median of some samples, and how far they scatter."""
+    """Units of work per second: the median of several samples, and their spread."""
 
     per_s: float
     log_spread: float = 0.0
@@ -247,7 +247,7 @@ class MatmulRate(Rate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageTime:
-    """Median seconds that a message of this size took."""
+    """Median seconds for a message of this size."""
 
     num_bytes: int
     time_s: float
@@ -255,30 +255,30 @@ class MessageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Times of one operation by message size over ``world_size`` ranks."""
+    """Times of one operation over ``world_size`` ranks, by message size."""
 
     world_size: int
     times: tuple[MessageTime, ...]
 
     @property
     def latency_s(self) -> float:
-        """Seconds of a message without content."""
+        """Seconds for an empty message."""
         return fit_line(self.times)[0]
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth of messages so large that latency does not count."""
+        """Bandwidth of messages large enough that latency does not matter."""
         return 1 / fit_line(self.times)[1]
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What an all-reduce moves over each rank's links: ``2 (k - 1) / k`` times the message, in a ring of ``k``."""
+        """Bandwidth of an all-reduce per link: a ring of ``k`` moves ``2 (k - 1) / k`` times the message over each."""
         return 2 * (self.world_size - 1) / self.world_size * self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRates:
-    """One rank's measurements; what was not measured is missing."""
+    """One rank's measurements; absent if not measured."""
 
     rank: int
     matmul_flops_per_s: Mapping[str, MatmulRate] = field(default_factory=dict)
@@ -287,15 +287,15 @@ class RankRates:
     """Bytes per second of copies: ``device`` (within it, read and write counted), ``to_device``, ``from_device``."""
     node_all_reduce: Link | None = None
     network_all_reduce: Link | None = None
-    """Times of all-reduces over one rank of every node, those of all places on the nodes at the same time."""
+    """Times of all-reduces among one rank per node, for all such groups at once."""
     network_transfer: Link | None = None
-    """Times of sending to another node and receiving from it at once; the faster of two neighbours."""
+    """Times of sending to and receiving from another node simultaneously; the faster of two neighbours."""
 
 
 def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:
-    """Latency in seconds and seconds per byte, by least squares on relative errors; both above zero.
+    """Fit latency in seconds and seconds per byte, both positive, by least squares on relative errors.
 
-    Small messages fix the one and large messages the other, whatever their absolute times.
+    Relative errors let small messages determine the former and large messages the latter.
     """
     if not times:
         raise ValueError("no message was timed")
@@ -308,37 +308,37 @@ def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:
         latency_s, s_per_byte = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
         if latency_s > 0 and s_per_byte > 0:
             return latency_s, s_per_byte
-    # The line leaves the quadrant: the smallest message bounds the latency, the largest the bandwidth.
+    # The fitted line has a negative term: the smallest message bounds the latency, the largest the bandwidth.
     small, large = min(times, key=lambda p: p.num_bytes), max(times, key=lambda p: p.num_bytes)
     return small.time_s, large.time_s / large.num_bytes
 
 
-# Reports of a user's training program, and their source. Standard library only.
+# Reports of a training program, and their sources.
 
 
 MAX_NOTES = 24
-"""Notes kept of a rank, each once."""
+"""Most notes kept per rank, without duplicates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSource:
-    """Where one kind of value came from."""
+    """Source of one kind of value."""
 
     name: str
-    """What is measured: ``step_time_s``, ``loss``, ``grad_norm``, ``tokens``, ``allocated_bytes``, ..."""
+    """The value: ``step_time_s``, ``loss``, ``grad_norm``, ``tokens``, ``allocated_bytes``, ..."""
     source: str
     """``report``, ``hook:NAME``, ``file:FORMAT`` or ``log:FORMAT``."""
     resolution: float = 0.0
-    """Smallest difference that it can show, in the value's unit, by the digits printed; 0: full precision."""
+    """Smallest difference that the printed digits can show, in the value's unit; 0: full precision."""
     is_share: bool = False
-    """Whether it is of the rank's own share of the batch only, so that the mean over ranks is that of the batch."""
+    """Whether it covers only the rank's share of the batch, so that the batch's value is the mean over ranks."""
 
 
 def micro_batches(forwards: float | None, backwards: int | None, optimizers: int | None) -> int | None:
-    """Micro-batches of an optimiser step on a rank, by the passes in one; None: unknown.
+    """Compute the micro-batches per optimiser step on a rank from the passes in one step; None: unknown.
 
-    Several forward passes may belong to one backward pass, and the other way round. With several optimisers, one
-    micro-batch makes steps of all of them.
+    One backward pass may follow several forward passes, and vice versa. With several optimisers, each micro-batch
+    causes a step of every one.
     """
     if optimizers is not None and optimizers > 1:
         return 1
@@ -347,7 +347,7 @@ def micro_batches(forwards: float | None, backwards: int | None, optimizers: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
-    """What was seen inside the program, as docs/report-api.md has it; it shows whether knobs act. None: not seen."""
+    """Observations inside the program (docs/report-api.md) that show whether knobs take effect. None: not observed."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
@@ -395,10 +395,10 @@ class ScriptFacts:
     break_reason: str | None = None
     backwards_per_step: int | None = None
     num_optimizers: int | None = None
-    """Optimisers that stepped: with several, a step of one is not a step of the program."""
+    """Optimisers that stepped; with several, one optimiser's step is not a step of the program."""
     num_workers: int | None = None
     items_draw: bool | None = None
-    """Whether samples draw random numbers as they are loaded, so that they depend on the number of workers."""
+    """Whether loading a sample draws random numbers, so that samples depend on the number of workers."""
     loader_batch_size: int | None = None
     is_compiled: bool | None = None
     wrapper: str | None = None
@@ -406,12 +406,12 @@ class ScriptFacts:
 
     @property
     def micro_batches(self) -> int | None:
-        """As :func:`micro_batches`."""
+        """Micro-batches per optimiser step, see :func:`micro_batches`."""
         return micro_batches(self.forwards_per_step, self.backwards_per_step, self.num_optimizers)
 
     @property
     def samples_per_step(self) -> int | None:
-        """Samples of an optimiser step on this rank; None: unknown."""
+        """Samples per optimiser step on this rank; None: unknown."""
         if self.micro_batch_size is None or self.micro_batches is None:
             return None
         return self.micro_batch_size * self.micro_batches
@@ -422,26 +422,26 @@ MAX_OPTIONS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenOption:
-    """An option of the program: whether it is read."""
+    """An option of the program, and whether the program reads it."""
 
     kind: str
     """``argparse``, ``omegaconf`` or ``environment``."""
     name: str
-    """Attribute, dotted key or variable."""
+    """Name of the attribute, dotted key or variable."""
     value: int | float | bool | None = None
-    """None: no number."""
+    """Its value if numeric."""
     flags: tuple[str, ...] = ()
     """Spellings on the command line."""
     is_read: bool = False
     at_once: bool = False
-    """Whether the program takes all options of this kind at once, so that reading one is not seen."""
+    """Whether the program takes all options of this kind at once, which hides reads of single options."""
 
     @property
     def key(self) -> tuple[str, str]:
         return self.kind, self.name
 
     def is_called(self, name: str) -> bool:
-        """Whether a custom option by this name is this one."""
+        """Whether this is the custom option of this name."""
         return name == f"${self.name}" if self.kind == "environment" else name in (*self.flags, self.name)
 
     @property
@@ -450,58 +450,58 @@ class SeenOption:
         return not self.is_read and not self.at_once
 
     def merged(self, later: SeenOption) -> SeenOption:
-        """The same option as several processes see it."""
+        """Combine the observations of several processes for the same option."""
         return replace(later, is_read=self.is_read or later.is_read, at_once=self.at_once or later.at_once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReport:
-    """How a rank's figures were come by, for people and for later decisions; figures themselves are elsewhere."""
+    """How a rank obtained its figures, for people and for later decisions; the figures themselves are elsewhere."""
 
     sources: tuple[ScriptSource, ...] = ()
     facts: ScriptFacts = ScriptFacts()
     options: tuple[SeenOption, ...] = ()
-    """Options of the program, and whether it reads them."""
+    """Options of the program, and whether they are read."""
     versions: tuple[tuple[str, ...], ...] = ()
-    """Pairs of package and version, as the program saw them."""
+    """Pairs of package and version as imported by the program."""
     tokens_per_step: float | None = None
-    """Mean over the measured steps, where the program counts them; batches may vary in length."""
+    """Mean over the measured steps, if the program counts tokens; batches may vary in length."""
     samples_per_step: float | None = None
-    """The same for samples."""
+    """The same in samples."""
     num_steps_seen: int = 0
-    """Optimiser steps that it reported, including those beyond the required ones."""
+    """Optimiser steps that it reported, including steps beyond the required ones."""
     longest_sample: int = 0
-    """Tokens of the longest samples that the program's loaders gave; 0: not known."""
+    """Tokens of the longest samples from the program's loaders; 0: unknown."""
     exit_code: int | None = None
-    """How the command ended, negative for a signal; None where it was still running and was ended."""
+    """Exit code of the command, negative for a signal; None if it was still running and was stopped."""
     extras: tuple[tuple[str, ...], ...] = ()
-    """Pairs of name and last value of what else it reported."""
+    """Other reported values: pairs of name and last value."""
     knobs: tuple[tuple[str, ...], ...] = ()
-    """Pairs of each knob that the hook set within the program, and what was seen of it."""
+    """Knobs that the hook set inside the program: pairs of name and observed effect."""
     fingerprint: str | None = None
-    """What identifies the program to which those knobs apply, as JSON."""
+    """Fingerprint, as JSON, of the program to which those knobs apply."""
     notes: tuple[str, ...] = ()
     """What was left out, ignored or unusual, as sentences."""
 
     @property
     def is_silent(self) -> bool:
-        """Whether this rank reported no step, and another rank reports for it."""
+        """Whether this rank reported no steps and another rank reports for it."""
         return not self.sources
 
     @property
     def sample_length(self) -> int | None:
-        """Tokens of a sample, from the shape of the model's inputs; None where it is unknown or samples vary."""
+        """Tokens per sample, from the shape of the model's inputs; None if unknown or variable."""
         seen, longest = self.facts.seq_length, self.longest_sample
-        return None if longest and seen not in (longest, longest - 1) else seen  # one more: the label of the last token
+        return None if longest and seen not in (longest, longest - 1) else seen  # longest includes one label
 
     def source_of(self, name: str) -> ScriptSource | None:
-        """Where values of this name came from; None where there are none."""
+        """Return the source of values of this name; None if there are none."""
         return next((source for source in self.sources if source.name == name), None)
 
 
 def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
-    """One report for a gang, from those of its ranks in rank order: figures of the first rank that has them, facts of
-    the first that saw any, all notes."""
+    """Merge the reports of a gang's ranks, in rank order: figures from the first rank that has them, facts from the
+    first rank that observed any, all notes."""
     if not ranks:
         return None
     speaking = next((rank for rank in ranks if not rank.is_silent), ranks[0])
@@ -525,29 +525,29 @@ def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
     )
 
 
-# Findings: what a rank found out about a candidate in addition to its times. Standard library only.
+# Findings: what a rank found about a candidate in addition to times.
 
 
 CompileCache = Literal["cold", "warm", "mixed"]
-"""What a trial found of its graphs in the compiler's cache: nothing, everything, or a part."""
+"""State of the compiler's cache for a trial's graphs: it had none, all, or some of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternEffect:
-    """What one selective-recompute pattern did in one step on one rank."""
+    """Effect of one selective-recompute pattern in one step on one rank."""
 
     pattern: str
     num_matches: int
-    """Operator calls that matched, over all layers and micro-batches of a step."""
+    """Matching operator calls, over all layers and micro-batches of a step."""
     saved_bytes: int
-    """Bytes not kept because of it at the peak of one micro-batch; 0 when something else keeps the tensors alive."""
+    """Bytes that it freed at the peak of one micro-batch; 0 if something else keeps the tensors alive."""
     recompute_s: float
-    """Seconds per step spent computing the outputs again."""
+    """Seconds per step spent on recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCast:
-    """How often an operator of the custom autocast lists was met in one step."""
+    """How often an operator in the custom autocast lists was called in one step."""
 
     name: str
     list: str
@@ -561,50 +561,50 @@ class LossScaleState:
 
     scale: float
     num_finite: int
-    """Finite steps since the scale last changed or an overflow."""
+    """Finite steps since the last change of scale or overflow."""
     num_overflowed: int
-    """Overflowing steps in a row up to now."""
+    """Most recent consecutive steps with overflow."""
     num_skipped: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphReport:
-    """What torch.compile did in one rank."""
+    """Activity of torch.compile in one rank."""
 
     num_graphs: int
     num_recompilations: int
-    """Compilations of code that had been compiled before, because a guard failed."""
+    """Recompilations because a guard failed."""
     compile_s: float
     reasons: tuple[str, ...] = ()
-    """Why it compiled again, shortened."""
+    """Reasons of the recompilations, shortened."""
     cache_hits: int = 0
-    """Graphs that the compiler found in its cache, because an earlier trial of the sweep had the same; of a gang, all
-    ranks together."""
+    """Graphs found in the compiler's cache because an earlier trial of the sweep had the same ones; for a gang, the sum
+    over ranks."""
     cache_misses: int = 0
-    """Graphs that it looked for there and had to compile."""
+    """Graphs not found in the cache, and compiled."""
 
     @property
     def cache(self) -> CompileCache | None:
-        """Whether ``compile_s`` is the time to compile, to read what was compiled, or a mixture that compares with
-        neither; None where the compiler keeps nothing."""
+        """What ``compile_s`` measures: compilation, reading compiled graphs, or a mixture that compares with neither;
+        None if the compiler has no cache."""
         if not self.cache_hits:
             return "cold" if self.cache_misses else None
         return "mixed" if self.cache_misses else "warm"
 
     @property
     def cold_s(self) -> float | None:
-        """Seconds of compilation from nothing; None of a trial for which an earlier one had left something."""
+        """Seconds to compile with a cold cache; None if an earlier trial had left something in it."""
         return self.compile_s if self.cache == "cold" else None
 
     @property
     def warm_s(self) -> float | None:
-        """Seconds of compilation with everything in the cache, which is what a restart pays; None of other trials."""
+        """Seconds to load everything from the cache, as on a restart; None for other states of the cache."""
         return self.compile_s if self.cache == "warm" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPoint:
-    """One point that the loader's hill climb measured."""
+    """One point measured by the loader's hill climb."""
 
     num_workers: int
     prefetch_factor: int
@@ -614,7 +614,7 @@ class LoaderPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderTuningReport:
-    """The hill climb: every point in the order measured, what was chosen, and whether it matters."""
+    """The loader's hill climb: all points in the order measured, the choice, and whether it matters."""
 
     points: tuple[LoaderPoint, ...]
     chosen: LoaderPoint
@@ -625,7 +625,7 @@ class LoaderTuningReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTuningReport:
-    """What cuDNN's algorithm cache held: configurations met while tuning, and lookups and hits afterwards."""
+    """Contents of cuDNN's algorithm cache: configurations met while tuning, and later lookups and hits."""
 
     num_configurations: int
     num_lookups: int
@@ -639,7 +639,7 @@ class KernelTuningReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFormatReport:
-    """Memory format of convolutions: by the rule, the one chosen, and the seconds of a pass in either."""
+    """Memory format of convolutions: predicted by the rule, chosen, and seconds per pass in either format."""
 
     rule: str
     chosen: str
@@ -649,7 +649,7 @@ class MemoryFormatReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Everything a rank found out; the empty value for knobs that are off."""
+    """Everything a rank found out; empty if all such knobs are off."""
 
     recompute: tuple[PatternEffect, ...] = ()
     autocast: tuple[OperatorCast, ...] = ()
@@ -663,6 +663,6 @@ class Findings:
     profile: tuple[RankProfile, ...] = ()
     """Profiles of a recorded run, one entry per recorded rank."""
     script: ScriptReport | None = None
-    """What was seen of a user's training program; None where a rank trained a model of ours."""
+    """Observations of a training program; None if the rank trained a built-in model."""
     devices: tuple[DeviceHealth, ...] = ()
     """Health of the devices during the measurement, unhealthy ones first; empty if unknown."""

@@ -1,10 +1,10 @@
-"""Which texts are secret, and how they stay out of what is written, shown or sent. Standard library only.
+"""Detection of secrets, and their redaction from what is written, shown or sent. Standard library only.
 
-Secret are the values of environment variables named like secrets and of those passed to a training program by name
-(:func:`keep_secret`), the content of the files that ``RAY_AUTH_TOKEN_PATH`` and its like name, and whatever has the
-form of a credential: a password in a URL, an ``Authorization`` header, a well-known kind of key, the value of an option
-such as ``--api-key``. Redaction is the second line; the first is that processes get no secret they have no use for, see
-:func:`for_ranks`.
+Secrets are: values of environment variables with names of secrets; values of variables passed to a training program by
+name (:func:`keep_secret`); the content of files named by ``RAY_AUTH_TOKEN_PATH`` and the like; and text in the form of
+a credential, such as a password in a URL, an ``Authorization`` header, a well-known kind of key, or the value of an
+option such as ``--api-key``. Redaction is the second line of defence. The first is that processes get no secrets that
+they do not need, see :func:`for_ranks`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from urllib.parse import quote, quote_plus
 from trials.files import write_atomically
 
 MASK = "***"
+# Shorter values are words such as ``true``: redacting them would spoil texts and protect nothing.
 MIN_CHARS = 6
-"""Shorter values are words such as ``true``: replacing them would spoil texts and protect nothing."""
 _MIN_DIGITS = 12
-"""The same for values of digits only, which may be sizes or dates."""
+"""Shortest secret of digits only; shorter ones may be sizes or dates."""
 _NO_SECRETS = ("disabled", "enabled", "default")
 VARIABLES = "TUNE_CLUSTER_REDACT"
-"""Variable that names further variables whose values are secret, separated by commas; inherited like any other."""
+"""Variable with the names of further secret variables, separated by commas; inherited like any other."""
 _MAX_FILE_BYTES = 8192
 _BLOCK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
@@ -44,14 +44,14 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _VOCABULARY = ("pad", "eos", "bos", "mask", "unk", "sep", "cls", "image", "video", "audio", "special", "start", "end")
-"""Before ``token`` they make the name of a token of a tokenizer."""
+"""Prefixes of ``token`` in names of tokenizer tokens."""
 _OPTION_NAME = (
     r"passw(?:or)?d|passphrase|pwd|secret|credentials?|dsn|connection[_-]string"
     r"|(?:api|access|private|secret|account)[_-]?key|" + "".join(f"(?<!{word}[_-])" for word in _VOCABULARY) + "token"
 )
 _SECRET_OPTION = re.compile(rf"--?(?:[\w.-]*[_.-])?(?:{_OPTION_NAME})", re.IGNORECASE)
 _PERHAPS_SECRET_OPTION = re.compile(r"--?(?:[\w.-]*[_.-])?(?:key|auth|pass|pat)", re.IGNORECASE)
-"""Options that often have other values, such as ``--sort-key``: only values with digits count."""
+"""Options that often have harmless values, such as ``--sort-key``: only values with digits count."""
 _OPTION_VALUE = re.compile(
     rf"(?P<label>(?<![\w-])--(?:[\w.-]*[_.-])?(?:{_OPTION_NAME})(?:=[\"']?|[\"']?,?[ \t]+[\"']?))"
     r"(?!-)[^\s\"'<>\[\],;&*]{6,}",
@@ -60,7 +60,7 @@ _OPTION_VALUE = re.compile(
 _NAMES_A_FILE = re.compile(r"_(PATH|FILE)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
 _WITHHELD = re.compile(r"^(MLFLOW|RAY_AUTH|TUNE_CLUSTER_NOTIFY)_|WEBHOOK", re.IGNORECASE)
 _MLFLOW_USER = "MLFLOW_TRACKING_USERNAME"
-"""Variable whose value is no secret itself, and often part of paths; with the password it makes the header sent."""
+"""Variable that is no secret itself and often part of paths; with the password it forms the header sent."""
 _RAY_TOKEN_FILE = ".ray/auth_token"
 
 CREDENTIAL_FORM = re.compile(
@@ -74,7 +74,7 @@ _CREDENTIAL_MARKS = (
     *("PRIVATE KEY", "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "sk-"),
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AIza", "dapi", "eyJ", "hooks.slack.com", "/webhooks/"),
 )
-"""One of these stands in every text that the pattern matches: most texts have none, and to look for them is quick."""
+"""Every match of the pattern contains one of these; most texts have none, and searching for them is fast."""
 
 _URL_USER = re.compile(r"://[^\s/@\"'<>\\]+@")
 _LABELLED = re.compile(
@@ -92,19 +92,19 @@ _LABEL_MARKS = (
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret or, ending in ``_PATH`` or ``_FILE``, names the file with it."""
+    """Whether a variable of this name holds a secret or, with ``_PATH`` or ``_FILE``, names a file with one."""
     return _SECRET_NAME.search(name) is not None
 
 
 def keep_secret(names: Iterable[str]) -> None:
-    """Redact the values of the variables ``names`` from now on, here and in processes started from here."""
+    """Redact the values of the variables ``names`` from now on, here and in child processes."""
     known = [name for name in os.environ.get(VARIABLES, "").split(",") if name]
     if added := [name for name in names if name and name not in known]:
         os.environ[VARIABLES] = ",".join([*known, *added])
 
 
 def variable_in(text: str) -> str | None:
-    """The variable whose secret value ``text`` holds."""
+    """Return the variable whose secret value ``text`` contains; None if none."""
     for name, value in _secret_variables():
         if any(form in text for form in _all_spellings(frozenset((value,)), None)):
             return name
@@ -112,15 +112,15 @@ def variable_in(text: str) -> str | None:
 
 
 def is_secret_option(name: str) -> bool:
-    """Whether an option or a key of this name has a secret for its value, with or without dashes in front."""
+    """Whether an option or key of this name, with or without leading dashes, has a secret value."""
     return _SECRET_OPTION.fullmatch(f"--{name.lstrip('-')}") is not None
 
 
 def literal_secret(words: Sequence[str]) -> int | None:
-    """Index of the first word of a command line that holds the literal value of an option named like a secret.
+    """Return the index of the first word of a command that contains the literal value of a secret option; None if none.
 
     That is the word after ``--api-key``, or ``--api-key=VALUE``. Numbers, placeholders (``{name}``, ``$NAME``), tokens
-    like ``<pad>`` and files that exist are no secrets.
+    like ``<pad>`` and existing files are not secrets.
     """
     for i, word in enumerate(words):
         name, has_value, value = word.partition("=")
@@ -142,7 +142,7 @@ def _is_literal_secret(option: str, value: str) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    """Whether it is the path of something on this host."""
+    """Whether it is an existing path on this host."""
     try:
         return Path(value).exists()
     except (OSError, ValueError):
@@ -150,23 +150,23 @@ def _is_path(value: str) -> bool:
 
 
 def for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without what controller and agents alone need: access to MLflow and Ray, webhooks.
+    """Remove from ``environment`` what only controller and agents need: access to MLflow and Ray, webhooks.
 
-    What training itself may need, such as keys to an object store, stays; it is redacted from what ranks write.
+    What training itself may need, such as keys to an object store, stays; it is redacted from the ranks' output.
     """
     return {name: value for name, value in environment.items() if _WITHHELD.search(name) is None}
 
 
 def redact(text: str) -> str:
-    """``text`` with :data:`MASK` in the place of every secret, also where it is quoted or encoded.
+    """Replace every secret in ``text``, also in quoted or encoded form, by :data:`MASK`.
 
-    Redact before cutting into lines or shortening: half a secret is not recognised.
+    Redact before cutting into lines or shortening: a part of a secret is not recognised.
     """
     return _redacted(text, _spellings_now())
 
 
 def redactor() -> Callable[[str], str]:
-    """:func:`redact` for many texts: what is secret is looked up once."""
+    """Return :func:`redact` for many texts, which looks up secrets only once."""
     known = _spellings_now()
     return lambda text: _redacted(text, known)
 
@@ -182,10 +182,10 @@ def redact_all(value: Any, with_: Callable[[str], str] | None = None) -> Any:
 
 
 def redact_file(path: Path) -> bool:
-    """Atomically redact a file that is no longer written to; whether there was anything to redact.
+    """Atomically redact a file that is no longer written to; return whether it contained secrets.
 
     Raises:
-        OSError: it cannot be read or replaced; it is then as it was.
+        OSError: it cannot be read or replaced; it is then unchanged.
     """
     if path.is_symlink() or not path.is_file():
         return False
@@ -198,14 +198,14 @@ def redact_file(path: Path) -> bool:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats log lines without secrets in message, arguments and traceback."""
+    """Formats log records without secrets in message, arguments and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 def redact_uncaught(clean: Callable[[str], str] = str) -> None:
-    """Show tracebacks of uncaught errors without secrets, in all threads; ``clean`` is applied to them before."""
+    """Print tracebacks of uncaught errors without secrets, in all threads, after applying ``clean`` to them."""
     formatter = logging.Formatter()
 
     def show(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
@@ -230,7 +230,7 @@ def _redacted(text: str, known: tuple[str, ...]) -> str:
 
 
 def _blocks(source: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """The content in blocks of whole lines, each with its redacted form; bytes that are no text survive."""
+    """Yield the content in blocks of whole lines, each with its redacted form; non-text bytes are preserved."""
     known = _spellings_now()
     while block := source.read(_BLOCK_BYTES):
         block += source.readline(_MAX_LINE_BYTES)
@@ -239,13 +239,13 @@ def _blocks(source: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _spellings_now() -> tuple[str, ...]:
-    """All spellings of what the environment and the files that it names say is secret now."""
+    """Return all spellings of the current secrets in the environment and in the files that it names."""
     values = frozenset(value for _, value in _secret_variables())
     return _all_spellings(values, os.environ.get(_MLFLOW_USER))
 
 
 def _secret_variables() -> Iterator[tuple[str, str]]:
-    """Variables with the secrets that they hold, or that the file holds which they name."""
+    """Yield variables with their secrets, or with those in the file that they name."""
     passed = os.environ.get(VARIABLES, "").split(",")
     for name, value in os.environ.items():
         if is_secret_name(name):
@@ -256,7 +256,7 @@ def _secret_variables() -> Iterator[tuple[str, str]]:
 
 
 def _token_in(file: str) -> str:
-    """What a token file holds; nothing where it is missing or too large for one."""
+    """Return the content of a token file; empty if it is missing or too large for one."""
     try:
         path = Path(file)
         if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
@@ -268,7 +268,7 @@ def _token_in(file: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _all_spellings(values: frozenset[str], user: str | None) -> tuple[str, ...]:
-    """All these secrets in all their spellings, longest first."""
+    """Return all spellings of all these secrets, longest first."""
     secrets = {secret for value in values for secret in (value, *_long_lines(value)) if _is_worth_hiding(secret)}
     if user:
         secrets |= {_base64(f"{user}:{secret}") for secret in secrets}
@@ -277,7 +277,7 @@ def _all_spellings(values: frozenset[str], user: str | None) -> tuple[str, ...]:
 
 
 def _long_lines(value: str) -> list[str]:
-    """The long lines of a value such as a private key, each a secret by itself, because logs are cut into lines."""
+    """Return the long lines of a value such as a private key; each is a secret, because logs are cut into lines."""
     return [line for line in value.splitlines() if len(line) >= 2 * MIN_CHARS] if "\n" in value else []
 
 
@@ -286,7 +286,7 @@ def _is_worth_hiding(value: str) -> bool:
 
 
 def _spellings(value: str) -> Iterator[str]:
-    """The value as it may stand in URLs, JSON, Python's ``repr``, HTML and ``Authorization`` headers."""
+    """Yield the value as in URLs, JSON, Python's ``repr``, HTML and ``Authorization`` headers."""
     yield from (value, quote(value), quote(value, safe=""), quote_plus(value), _base64(value))
     yield from (escaped := html.escape(value), escaped.replace("&quot;", "&#34;").replace("&#x27;", "&#39;"))
     yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])

@@ -23,9 +23,7 @@ from trials.spec import (
     ScriptModel,
 )
 
-# ---- Which layers each pipeline stage holds and where each rank lies in the mesh: pure arithmetic on a layout
-#
-# Standard library only.
+# ---- Layers of each pipeline stage, and positions of ranks in the mesh: pure arithmetic on a layout
 #
 # A *virtual stage* is a run of consecutive layers; number 0 holds the embedding, the last one the head. Each pipeline
 # rank (*stage*) holds ``num_virtual_stages`` of them, its *chunks*::
@@ -46,7 +44,7 @@ class Coordinates:
 
 
 def coordinates(layout: Layout, rank: int) -> Coordinates:
-    """Place of ``rank`` in the mesh, ``tp`` varying fastest."""
+    """Return the position of ``rank`` in the mesh; ``tp`` varies fastest."""
     place = {}
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, getattr(layout, axis))
@@ -54,32 +52,32 @@ def coordinates(layout: Layout, rank: int) -> Coordinates:
 
 
 def data_parallel_rank(layout: Layout, rank: int) -> int:
-    """Which part of the global batch ``rank`` reads; peers in pp, cp and tp read the same part."""
+    """Return which part of the global batch ``rank`` reads; peers in pp, cp and tp read the same part."""
     place = coordinates(layout, rank)
     return place.dp_replicate * layout.dp_shard + place.dp_shard
 
 
 def virtual_stage(layout: Layout, chunk: int, stage: int) -> int:
-    """Number, in model order, of the layers that pipeline rank ``stage`` holds as ``chunk``."""
+    """Return the number, in model order, of the virtual stage that pipeline rank ``stage`` holds as ``chunk``."""
     if layout.schedule == "zbv" and chunk == 1:
         return 2 * layout.pp - 1 - stage
     return chunk * layout.pp + stage
 
 
 def num_virtual_stages_total(layout: Layout) -> int:
-    """Virtual stages of all pipeline ranks together."""
+    """Return the number of virtual stages of all pipeline ranks together."""
     return layout.pp * layout.num_virtual_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The part of the model that one virtual stage holds."""
+    """The part of the model in one virtual stage."""
 
     chunk: int
     stage: int
     virtual_stage: int
     layer_ids: tuple[int, ...]
-    """Numbers of its layers in the whole model."""
+    """Indices of its layers in the whole model."""
     is_first: bool
     """Whether it holds the embedding."""
     is_last: bool
@@ -87,13 +85,13 @@ class Chunk:
 
 
 def chunks_of_stage(layout: Layout, stage: int, num_layers: int) -> tuple[Chunk, ...]:
-    """The virtual stages that pipeline rank ``stage`` holds, by chunk; the whole model when there is no pipeline."""
+    """Return the virtual stages of pipeline rank ``stage``, by chunk; the whole model if there is no pipeline."""
     by_number = {chunk.virtual_stage: chunk for chunk in all_chunks(layout, num_layers)}
     return tuple(by_number[virtual_stage(layout, chunk, stage)] for chunk in range(layout.num_virtual_stages))
 
 
 def all_chunks(layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
-    """All virtual stages in model order."""
+    """Return all virtual stages in model order."""
     counts = layout.stage_layers or ((num_layers,),)
     places = {
         virtual_stage(layout, chunk, stage): (chunk, stage)
@@ -120,17 +118,17 @@ def all_chunks(layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
 
 
 def count_at(counts: Counts, chunk: int, stage: int) -> int:
-    """The number that ``counts`` has for this chunk and stage; 0 where there are no counts."""
+    """Return the count for this chunk and stage; 0 if there are no counts."""
     return counts[chunk][stage] if counts else 0
 
 
-# ---- Parameters, FLOPs and activations of a model, and what its matrix products run in. Standard library only
+# ---- Parameters, FLOPs and activations of a model, and the number format of its matrix products
 
 NumberFormat = Literal["float32", "tf32", "float16", "bfloat16", "float8"]
 
 
 def num_parameters(model: Model) -> int:
-    """Trained parameters of the model; 0 for a user's program whose shape is not known."""
+    """Return the number of trained parameters; 0 for a training program of unknown shape."""
     match model:
         case LlamaModel():
             return _num_decoder_parameters(model)
@@ -145,15 +143,15 @@ def num_parameters(model: Model) -> int:
 
 
 def _num_decoder_parameters(model: LlamaModel) -> int:
-    """Embedding, blocks, final norm and the untied head."""
+    """Count embedding, blocks, final norm and the untied head."""
     embedding = model.vocab_size * model.hidden_size
     return 2 * embedding + model.num_layers * _num_block_parameters(model) + model.hidden_size
 
 
 def model_flops_per_token(model: Model, seq_length: int) -> float:
-    """Forward and backward FLOPs of one token (of one sample where samples are no sequences), none recomputed.
+    """Return forward and backward FLOPs per token (per sample if samples are not sequences), without recomputation.
 
-    A multiplication and its addition are 2 FLOPs forward and 4 backward. 0 where the model's shape is not known.
+    A multiply-add is 2 FLOPs forward and 4 backward. The result is 0 if the model's shape is unknown.
     """
     match model:
         case LlamaModel():
@@ -169,11 +167,11 @@ def model_flops_per_token(model: Model, seq_length: int) -> float:
 
 
 def _decoder_flops_per_token(model: LlamaModel, seq_length: int) -> float:
-    """``6 N + 12 L H Q T`` FLOPs.
+    """Return ``6 N + 12 L H Q T`` FLOPs.
 
-    Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward; attention's
-    two matmuls cost ``12 L H Q T`` more, for L layers, ``H Q = hidden_size`` and T = ``seq_length`` (the causal half is
-    not discounted, as there). N leaves out the embedding table, which is looked up, not multiplied.
+    Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward. Attention's
+    two matmuls add ``12 L H Q T`` for L layers, ``H Q = hidden_size`` and T = ``seq_length``; as in the paper,
+    causality is not discounted. N excludes the embedding table, which is looked up, not multiplied.
     """
     multiplied = num_parameters(model) - model.vocab_size * model.hidden_size
     return 6.0 * multiplied + 12.0 * model.num_layers * model.hidden_size * seq_length
@@ -193,7 +191,7 @@ class _Convolution:
 
 
 def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
-    """Every convolution of a ResNet v1.5 in model order; each is followed by a batch norm."""
+    """Yield every convolution of a ResNet v1.5 in model order; a batch norm follows each."""
     expansion = 1 if model.depth == 18 else 4
     size = _halved(model.image_size)
     yield _Convolution(3, model.width, 7, size)
@@ -216,10 +214,10 @@ def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
 
 
 def activation_elements(model: ResNetModel | LinearModel | PythonModel | HuggingFaceModel) -> int:
-    """Elements that one sample's forward pass keeps for the backward pass.
+    """Return the number of elements per sample that the forward pass keeps for the backward pass.
 
-    A Linear layer keeps its input; a convolution its input (what the ReLU before it gave) and its output (the input of
-    its batch norm).
+    A Linear layer keeps its input. A convolution keeps its input (the output of the preceding ReLU) and its output (the
+    input of its batch norm).
     """
     match model:
         case LinearModel():
@@ -231,7 +229,7 @@ def activation_elements(model: ResNetModel | LinearModel | PythonModel | Hugging
 
 
 def num_kernels(model: Model) -> int:
-    """About how many kernels a forward pass launches: 3 a convolution, with batch norm and ReLU; 20 a decoder layer."""
+    """Estimate the kernels of a forward pass: 3 per convolution with batch norm and ReLU; 20 per decoder layer."""
     match model:
         case LlamaModel():
             return 20 * model.num_layers
@@ -254,27 +252,27 @@ def _num_head_weights(model: ResNetModel) -> int:
 
 
 def _num_resnet_parameters(model: ResNetModel) -> int:
-    """Weights of convolutions, two per channel of their batch norms, and the head with its biases."""
+    """Count convolution weights, two per channel of their batch norms, and the head with its biases."""
     convolutions = sum(conv.num_weights + 2 * conv.channels_out for conv in _convolutions(model))
     return convolutions + _num_head_weights(model) + model.num_classes
 
 
 def _num_resnet_multiplications(model: ResNetModel) -> int:
-    """Multiplications of one image's forward pass: every weight at every place of the output."""
+    """Count the multiplications of one image's forward pass: every weight at every output position."""
     return sum(conv.num_weights * conv.output_size**2 for conv in _convolutions(model)) + _num_head_weights(model)
 
 
 def matmul_format(candidate: Candidate) -> NumberFormat:
-    """The number format that the candidate's matrix products run in, of which a device has a peak."""
+    """Return the number format of the candidate's matrix products; a device has a peak for each."""
     precision = candidate.precision
     if precision.level == "O0":
-        # "medium" allows bfloat16 where a device has such kernels for float32; CUDA has none and takes TF32.
+        # "medium" allows bfloat16 on devices with such kernels for float32; CUDA has none and uses TF32.
         return "float32" if candidate.kernels.matmul_precision == "highest" else "tf32"
     return "float8" if precision.level == "O1-fp8" else precision.dtype
 
 
 def _num_block_parameters(model: LlamaModel) -> int:
-    """Parameters of the query, key, value and output projections, the three SwiGLU matrices and two norms."""
+    """Count query, key, value and output projections, the three SwiGLU matrices and two norms."""
     hidden = model.hidden_size
     kv_size = hidden // model.num_heads * model.num_kv_heads
     return 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * model.ffn_hidden_size + 2 * hidden

@@ -1,4 +1,4 @@
-"""A trial's instructions: the workload with its model, one candidate, and how to measure it. Standard library only."""
+"""Specification of a trial: workload, candidate and measurement protocol. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any, ClassVar, Literal
 from trials.accelerator.kinds import DeviceKind
 from trials.files import digest, to_json
 
-# ---- Kinds of models: shapes of built-in ones, PyTorch modules and users' training programs
-#
-# Standard library only.
+# ---- Kinds of models: shapes of the built-in ones, PyTorch modules, and training programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class ResNetModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearModel:
-    """A chain of square Linear layers without bias or activation: pure matrix multiplication, as AMP guides time."""
+    """A chain of square Linear layers without bias or activation: pure matrix multiplication, as in AMP guides."""
 
     kind: ClassVar[str] = "linear"
     num_layers: int = 9
@@ -61,61 +59,62 @@ class LinearModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptModel:
-    """A user's training program, which ranks start as it is instead of training a model themselves."""
+    """A training program that ranks start unchanged instead of training a model themselves."""
 
     kind: ClassVar[str] = "script"
     recipe: str
-    """The framework it is written for: a name of :data:`orchestrator.frameworks.catalog.FRAMEWORKS`, or ``custom``."""
+    """Framework of the program: a name in :data:`orchestrator.frameworks.catalog.FRAMEWORKS`, or ``custom``."""
     run: tuple[str, ...]
-    """The command as the user wrote it, without a shell; ``{name}`` stands for what a trial fills in."""
+    """The command as configured, without a shell; a trial fills in each placeholder ``{name}``."""
     cwd: str
-    """Absolute path of the folder it starts in."""
+    """Absolute path of its working directory."""
     env: tuple[tuple[str, ...], ...] = ()
-    """Environment of its own, pairs of name and value."""
+    """Additional environment variables, pairs of name and value."""
     files: tuple[tuple[str, ...], ...] = ()
-    """Configuration files of which trials get copies, pairs of name and absolute path."""
+    """Configuration files that are copied for each trial, pairs of name and absolute path."""
     launcher: Literal["env", "own"] = "env"
-    """Who starts its ranks: we do, one per device with torchrun's variables, or the command, once per node."""
+    """What starts its ranks: ``env``, this project, one per device with torchrun's variables; ``own``, the command
+    itself, once per node."""
     num_layers: int = 1
-    """Repeated layers, as far as known; 1 stands for all of them together."""
+    """Number of repeated layers if known, else 1 for all of them together."""
     shape: LlamaModel | None = None
-    """The decoder that it trains, where its dimensions are known."""
+    """Shape of the decoder that it trains; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleFacts:
-    """Facts about a PyTorch module, from building it once beforehand. Zeros and None mean unknown."""
+    """Facts about a PyTorch module, found by building it once in advance. Zeros and None mean unknown."""
 
     num_layers: int
     num_parameters: int = 0
     flops_per_sample: float = 0.0
-    """Forward and backward FLOPs of one sample, none recomputed."""
+    """Forward and backward FLOPs per sample, without recomputation."""
     activation_elements: int = 0
-    """Elements that one sample's forward pass keeps for the backward pass."""
+    """Activation elements per sample that the forward pass keeps for the backward pass."""
     num_kernels: int = 0
-    """Operators that a forward pass calls."""
+    """Operators called by one forward pass."""
     has_batch_norm: bool = False
-    """Whether what it learns depends on the size of micro-batches."""
+    """Whether batch norm makes results depend on the micro-batch size."""
     has_convolutions: bool = False
-    """Whether it convolves images, so that their memory format matters."""
+    """Whether it has image convolutions, for which the memory format matters."""
     no_pipeline: str | None = None
-    """Why pipeline stages cannot split it; None: they can."""
+    """Why pipeline stages cannot split it; None if they can."""
     no_tensor_parallel: str | None = None
-    """Why tensor parallelism cannot; None: it can."""
+    """Why tensor parallelism cannot split it; None if it can."""
     head: str | None = None
-    """Path of the linear module, without a bias, whose outputs are a decoder's logits as they are: it and the loss can
-    be computed together. None: there is none, or the loss is not ours."""
+    """Path of the linear module without bias whose outputs are a decoder's unmodified logits, so that it can be
+    computed together with the loss. None if there is none, or if the loss is custom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonModel:
-    """A PyTorch module of the user's, which ranks build by calling a function of theirs."""
+    """A custom PyTorch module, built in each rank by calling a function."""
 
     kind: ClassVar[str] = "python"
     model: str
     """Function without arguments that builds the module, as ``module:function``."""
     loss: str
-    """Function of outputs and targets that gives the mean loss, a scalar, as ``module:function``."""
+    """Function from outputs and targets to the mean loss, a scalar, as ``module:function``."""
     layers: str
     """Dotted path of the list of repeated layers inside the module."""
     cwd: str
@@ -142,7 +141,7 @@ class HuggingFaceModel:
     """Content of its ``config.json``."""
     vocab_size: int
     shape: LlamaModel | None = None
-    """The built-in decoder with the same matrix products, by which its time is predicted; None: there is none."""
+    """Built-in decoder with the same matrix products, from which its time is predicted; None if there is none."""
     facts: ModuleFacts
 
     @property
@@ -151,24 +150,24 @@ class HuggingFaceModel:
 
 
 UserModel = PythonModel | HuggingFaceModel
-"""Models whose code is not ours, but which our runner trains."""
+"""Models with user code that the built-in runner trains."""
 
 
 def decoder_of(model: object) -> LlamaModel | None:
-    """The decoder by whose dimensions the model is reckoned; None for what is no decoder, or of unknown dimensions."""
+    """Return the decoder with the model's dimensions; None if it is no decoder or they are unknown."""
     if isinstance(model, LlamaModel):
         return model
     return model.shape if isinstance(model, HuggingFaceModel | ScriptModel) else None
 
 
-# ---- The specification of a trial: the workload, one candidate, and how to measure it. Standard library only
+# ---- The specification of a trial
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outer to inner; a rank's coordinates follow this order (``tp`` varies fastest)."""
 
 Counts = tuple[tuple[int, ...], ...]
 """Numbers of layers, ``counts[chunk][stage]``: one row per chunk (virtual stage of a rank), one column per pipeline
-rank. Without a pipeline that is ``((n,),)``. Where a count is optional, ``()`` stands for none anywhere."""
+rank; ``((n,),)`` without a pipeline. For optional counts, ``()`` means none anywhere."""
 
 
 Model = LlamaModel | ResNetModel | LinearModel | PythonModel | HuggingFaceModel | ScriptModel
@@ -197,7 +196,7 @@ class TokenFileData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFolderData:
-    """JPEG files in one folder per class; ``None`` means images made up and encoded once, then decoded like files."""
+    """JPEG files in one folder per class; ``None`` means synthetic images, encoded once and then decoded like files."""
 
     kind: ClassVar[str] = "image_folder"
     path: str | None = None
@@ -212,18 +211,18 @@ class RandomData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonData:
-    """Samples of a user's data set: pairs of input and target."""
+    """Samples of a custom data set: pairs of input and target."""
 
     kind: ClassVar[str] = "python"
     dataset: str
-    """Function without arguments that gives a map-style data set, as ``module:function``."""
+    """Function without arguments that returns a map-style data set, as ``module:function``."""
     cwd: str
     """Absolute path of the folder that the function is imported from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptData:
-    """Whatever the user's training program reads."""
+    """The data that a training program reads by itself."""
 
     kind: ClassVar[str] = "script"
 
@@ -245,12 +244,12 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained and on what data; the same for every trial of a sweep."""
+    """The model, data and optimiser of a sweep; the same for all its trials."""
 
     model: Model
     data: Data
     seq_length: int
-    """Tokens per sample; 1 where samples are no sequences (images, vectors)."""
+    """Tokens per sample; 1 if samples are not sequences (images, vectors)."""
     global_batch_size: int
     """Samples (sequences) per optimiser step over all data-parallel ranks."""
     optimizer: AdamW = AdamW()
@@ -267,7 +266,7 @@ class Workload:
 
     @property
     def speed_unit(self) -> str:
-        """What throughput is counted in, per second and device: tokens, or samples where they are no sequences."""
+        """Unit of throughput per second and device: tokens, or samples if these are not sequences."""
         return (
             "tokens/s/p"
             if isinstance(self.model, LlamaModel | HuggingFaceModel) or self.seq_length > 1
@@ -276,17 +275,18 @@ class Workload:
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
-"""Pipeline schedules. ``zbv`` is the zero-bubble one in which rank r holds stages r and 2 pp - 1 - r
+"""Pipeline schedules. ``zbv`` is the zero-bubble schedule in which rank r holds stages r and 2 pp - 1 - r
 (Qi et al., arXiv 2401.10241)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How the ranks split the work; every degree resolved.
+    """How the ranks split the work, with every degree resolved.
 
-    ``zero_stage`` says what ``dp_shard`` shards: 1 optimiser states, 2 also gradients, 3 also parameters; it is 0
-    exactly when ``dp_shard`` is 1. ``replicate_with`` picks the engine of plain replication where there is a choice.
-    Canonical form gives knobs without effect their default (``schedule`` without a pipeline, ``tp_engine`` without tp).
+    ``zero_stage`` selects what ``dp_shard`` shards: 1 optimiser states, 2 also gradients, 3 also parameters. It is 0
+    exactly when ``dp_shard`` is 1. ``replicate_with`` selects the implementation of plain replication if there are
+    several. In canonical form, knobs without effect have their default (``schedule`` without a pipeline, ``tp_engine``
+    without tp).
     """
 
     pp: int = 1
@@ -297,18 +297,19 @@ class Layout:
     zero_stage: Literal[0, 1, 2, 3] = 0
     replicate_with: Literal["ddp", "fsdp2"] = "ddp"
     shard_embedding: bool = False
-    """Shard embedding and head over all data-parallel ranks as units of their own, whatever the layers do."""
+    """Shard embedding and head over all data-parallel ranks as separate units, independently of the layers."""
     sequence_parallel: bool = False
     tp_engine: Literal["dtensor", "local"] = "dtensor"
-    """``local`` is Megatron's way: plain tensors and explicit collectives."""
+    """``local`` follows Megatron: plain tensors and explicit collectives."""
     gradient_reduction: Literal["each", "last"] = "each"
-    """When ZeRO stages 2 and 3 reduce the gradients of a step's micro-batches: after each, so that a rank holds no more
-    than its shard of them, or after the last, which sends less and keeps them whole until then."""
+    """When ZeRO stages 2 and 3 reduce the gradients of a step. ``each``: after every micro-batch, so that a rank keeps
+    only its shard. ``last``: after the last one, which sends less but keeps whole gradients until then."""
     num_copies: Literal[1, 2] = 1
     """2 runs each micro-batch as two halves, so that one half's collectives overlap the other's computation."""
     cp_method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
-    """How attention sees the rest of a sequence: keys and values of all ranks gathered before it, heads exchanged for
-    positions, or keys and values passed from rank to rank while it computes (Liu et al., arXiv 2310.01889)."""
+    """How attention gets the rest of a sequence. ``all_gather``: gather the keys and values of all ranks first.
+    ``ulysses``: exchange heads for positions. ``ring``: pass keys and values from rank to rank during the computation
+    (Liu et al., arXiv 2310.01889)."""
     schedule: Schedule = "1f1b"
     num_virtual_stages: int = 1
     """Chunks of layers per pipeline rank."""
@@ -317,7 +318,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: into how many parts the global batch is split."""
+        """Data-parallel degree: number of parts of the global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -327,11 +328,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveRecompute:
-    """Outputs of the operators matching ``pattern`` are dropped after the forward pass and computed again.
+    """Drop the outputs of operators that match ``pattern`` after the forward pass and compute them again.
 
-    ``pattern`` is a regular expression that must match the whole of an operator's path inside its layer, like
-    ``feed_forward\\.mul``, or that of a module, which then stands for all operators in it. It applies to the first
-    ``num_layers`` layers of each chunk and stage.
+    ``pattern`` is a regular expression that must match the full path of an operator in its layer, like
+    ``feed_forward\\.mul``, or of a module, which stands for all operators in it. It applies to the first ``num_layers``
+    layers of each chunk and stage.
     """
 
     pattern: str
@@ -340,9 +341,9 @@ class SelectiveRecompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """Which activations are not kept; the default keeps all. Layers count from the start of their chunk.
+    """Which activations are recomputed; by default none. Layers count from the start of their chunk.
 
-    The three parts combine: a layer recomputed in full has nothing left for the others.
+    The three parts combine. For a layer recomputed in full, the others have no effect.
     """
 
     full: Counts = ()
@@ -369,11 +370,12 @@ class LossScale:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights. O1-fp8 is O1 with the
-    matmuls of the layers' linear modules in 8-bit floats, scaled per tensor as they come (Micikevicius et al., arXiv
-    2209.05433); ``dtype`` is that of everything else.
+    matmuls of the layers' linear modules in 8-bit floats, with dynamic scaling per tensor (Micikevicius et al., arXiv
+    2209.05433); ``dtype`` applies to everything else.
 
     ``loss_scale`` is set exactly when ``dtype`` is float16. ``white`` and ``black`` name operators (as in
-    ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits, or in fp32, whatever autocast says.
+    ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits or in fp32, overriding autocast's own
+    lists.
     """
 
     level: Literal["O0", "O1", "O1-fp8", "O2"] = "O0"
@@ -385,7 +387,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderTuning:
-    """Hill climbing over workers and prefetch before training, ``tuning_steps`` batches per point."""
+    """Hill climbing over workers and prefetch factor before training, ``tuning_steps`` batches per point."""
 
     tuning_steps: int = 500
     max_workers: int = 8
@@ -393,7 +395,7 @@ class LoaderTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """How batches reach the step. ``prefetch_factor`` (batches ahead per worker) is 0 exactly when there are none."""
+    """Data loader settings. ``prefetch_factor`` (batches ahead per worker) is 0 exactly when there are no workers."""
 
     num_workers: int = 0
     prefetch_factor: int = 0
@@ -402,17 +404,17 @@ class Loader:
     persistent_workers: bool = False
     """Keep workers from one epoch to the next."""
     full_batch: bool = False
-    """Every rank reads the whole global batch and keeps its rows, instead of reading only those."""
+    """Whether every rank reads the whole global batch and keeps its rows, instead of reading only those."""
     tuning: LoaderTuning | None = None
-    """If set, ``num_workers`` and ``prefetch_factor`` are searched for first; their own values are then 0."""
+    """If set, ``num_workers`` and ``prefetch_factor`` are searched first; the values here are then 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Graph mode, kernel selection and memory format.
 
-    ``compile`` says what is compiled, each block or the whole model; ``backend`` and ``compile_mode`` are those of
-    torch.compile.
+    ``compile`` selects what is compiled, each block or the whole model; ``backend`` and ``compile_mode`` are arguments
+    of torch.compile.
     """
 
     compile: Literal["off", "block", "model"] = "off"
@@ -422,37 +424,36 @@ class Kernels:
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""
     cudnn_tuning_range: tuple[int, ...] = ()
-    """First and last step in which cuDNN measures its algorithms; later steps use what was found. ``()``: never."""
+    """First and last step in which cuDNN measures its algorithms; later steps use the fastest. ``()``: never."""
     memory_format: Literal["nchw", "nhwc", "auto"] = "nchw"
-    """Memory format of convolutions; ``auto`` chooses by number format, and times both to verify it."""
+    """Memory format of convolutions; ``auto`` chooses by number format and verifies the choice by timing both."""
     loss_chunks: int = 1
-    """Into how many parts of its positions a micro-batch is cut for head and loss, so that only the logits of one part
-    exist at a time."""
+    """Number of parts, by position, in which head and loss process a micro-batch; logits exist for one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What waits in host memory while the device does not need it; the default keeps all on the device."""
+    """What is kept in host memory while the device does not need it; by default nothing."""
 
     activations: bool = False
-    """Activations that layers keep for the backward pass: copied out after the forward pass, back ahead of need."""
+    """Activations that layers keep for the backward pass: copied out after the forward pass, copied back in advance."""
     optimizer: bool = False
-    """States of the optimiser and fp32 master weights; the step computes on the host."""
+    """Optimiser states and fp32 master weights; the host computes the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomChoice:
-    """The value of one of the custom knobs: an argument, a key of a configuration file, an environment variable."""
+    """The value of one custom knob: an argument, a key of a configuration file, or an environment variable."""
 
     name: str
     """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder of the command."""
     value: Any
-    """A string, number or truth value, or None."""
+    """A string, number, truth value, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One configuration: a point of the search space, canonical, hashable."""
+    """One configuration: a point of the search space; canonical and hashable."""
 
     layout: Layout = Layout()
     micro_batch_size: int = 1
@@ -463,11 +464,11 @@ class Candidate:
     kernels: Kernels = Kernels()
     offload: Offload = Offload()
     own: tuple[CustomChoice, ...] = ()
-    """The user's knobs, by name; only where their own program is trained."""
+    """Custom knobs by name; only for training programs."""
 
     @property
     def config_key(self) -> str:
-        """SHA-256 of the canonical JSON: equal exactly for equal candidates."""
+        """SHA-256 of the canonical JSON: equal candidates have equal keys."""
         return _config_key(self)
 
     def num_microbatches(self, global_batch_size: int) -> int:
@@ -477,12 +478,12 @@ class Candidate:
 
 @functools.lru_cache(maxsize=2**17)
 def _config_key(candidate: Candidate) -> str:
-    """The candidate's digest, kept because every proposal of a search asks for that of every trial."""
+    """Compute the candidate's digest; cached because each proposal of a search needs that of every trial."""
     return digest(_non_default(to_json(candidate), to_json(Candidate())))
 
 
 def _non_default(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the default: so a knob that is added later leaves the keys of candidates without it alone."""
+    """Return what differs from the default, so that a knob added later does not change the keys of older candidates."""
     changed = {}
     for name, value in content.items():
         usual = default.get(name)
@@ -513,29 +514,29 @@ class ProfileSpec:
     """What torch's profiler records of a run."""
 
     start_step: int = 3
-    """First recorded step, counted from 1 over warm-up and measuring: the first steps compile and allocate."""
+    """First recorded step, counted from 1 over warm-up and measurement: the first steps compile and allocate."""
     stop_step: int = 5
     """Last recorded step."""
     ranks: tuple[int, ...] = ()
-    """Ranks to record; ``()`` stands for the first rank of every pipeline stage."""
+    """Ranks to record; ``()`` means the first rank of every pipeline stage."""
     memory: bool = False
     stack: bool = False
     communication: bool = True
-    """Whether to count collectives per module, in one further step."""
+    """Whether to count collectives per module, in one additional step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """All a gang needs to run one trial, as JSON."""
+    """Everything a gang needs to run one trial; passed as JSON."""
 
     workload: Workload
     candidate: Candidate
     protocol: Protocol = Protocol()
     device: DeviceKind = "cpu"
     memory_limit_bytes: int | None = None
-    """Device memory a rank may use beyond what the idle process holds; ``None`` leaves it to the device."""
+    """Device memory a rank may use in addition to that of the idle process; ``None``: no limit but the device's."""
     profile: ProfileSpec | None = None
-    """If set, the run is recorded, and its times are not a measurement."""
+    """If set, the run is profiled and its times are not a measurement."""
     perturbation: float = 0.0
-    """How far every initial weight is off, relative to it and at most: a run that differs from another by nothing but
-    this shows how far rounding alone takes the training apart."""
+    """Largest relative change of each initial weight. Two runs that differ in nothing else show how far rounding errors
+    alone make trainings diverge."""

@@ -1,9 +1,9 @@
-"""Which torch trials can run with, and what the one of an interpreter lacks.
+"""Supported torch releases, and what the installed one lacks.
 
-    python -m trials.torch_support        prints what it finds as JSON
+    python -m trials.torch_support        prints the findings as JSON
 
-Nothing pins a version: a vendor's container keeps its own build. Trials use parts of torch that are young, some
-not public: these are looked for by name. Standard library only, until :func:`probe` imports torch.
+No version is pinned, because vendors' containers bring their own builds. Trials use recent and partly private APIs of
+torch, which are checked by name. Standard library only, until :func:`probe` imports torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from trials.accelerator.kinds import FAMILIES
 
 OLDEST = (2, 10)
-"""The oldest release that has everything in :data:`NEEDED`."""
+"""Oldest release with everything in :data:`NEEDED`."""
 TESTED = (2, 13)
-"""The release that the tests run with."""
+"""Release that the tests run with."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "torch._utils": ("_flatten_dense_tensors", "_unflatten_dense_tensors"),
@@ -52,15 +52,15 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.distributed.tensor.placement_types": ("Placement",),
 }
-"""What trials import of torch that not every release has: names by module."""
+"""Names by module that trials import from torch and that not every release has."""
 NEEDED_BY_DRY_RUNS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor._sharding_prop": ("ShardingPropagator",),
 }
-"""What dry runs need as well."""
+"""Additional names for dry runs."""
 
 
 def installed_version() -> str | None:
-    """The version of torch that is installed, without importing it; None where there is none."""
+    """Return the version of the installed torch without importing it; None if there is none."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -68,7 +68,7 @@ def installed_version() -> str | None:
 
 
 def problem(version: str | None) -> str:
-    """Why trials cannot run with this version of torch, in words; empty where nothing is known against it."""
+    """Describe why trials cannot run with this version of torch; empty if no reason is known."""
     if version is None:
         return "torch is not installed"
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -84,7 +84,7 @@ REMEDY = (
 
 
 def lacking(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Which of these names the torch of this interpreter does not have. Imports it."""
+    """Import torch and return which of these names it lacks."""
     missing = []
     for module, names in needed.items():
         try:
@@ -97,7 +97,7 @@ def lacking(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def replicas_keep_buffers() -> dict[str, Any]:
-    """Arguments by which ``DistributedDataParallel`` never sends buffers; before 2.13 one had another name."""
+    """Return arguments with which ``DistributedDataParallel`` never sends buffers; one was renamed in 2.13."""
     from torch.nn.parallel import DistributedDataParallel
 
     accepted = inspect.signature(DistributedDataParallel).parameters
@@ -106,14 +106,14 @@ def replicas_keep_buffers() -> dict[str, Any]:
 
 
 def parameter_groups(state: Any) -> list[Any]:
-    """The groups of parameters that an FSDP2 state gathers and reduces together; before 2.12 there is at most one."""
+    """Return the parameter groups that an FSDP2 state gathers and reduces together; before 2.12 at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def probe() -> dict[str, Any]:
-    """What the torch of this interpreter is: version, build, devices, collectives, and what trials miss in it."""
+    """Describe this interpreter's torch: version, build, devices, collectives, and what trials miss in it."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Finds functions in the user's code, for processes that train or count it. Standard library only.
+"""Import of functions from user code, in processes that train or inspect it. Standard library only.
 
-Only ranks, dry runs and the counting of a module do so, each in a process of its own: nothing of the user's is ever
-imported where sweeps are planned and decided.
+Only ranks, dry runs and module inspection import user code, each in a separate process. The processes that plan and
+control sweeps never do.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import Any
 from trials.failure import InfeasibleSpec, classify
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""How a function is named: module:function."""
+"""Syntax of a function's name: module:function."""
 RESERVED = ("cluster", "configs", "orchestrator", "trials")
-"""Names of packages that would be found in the user's stead."""
+"""Packages of this project that would shadow user modules of the same name."""
 
 
 def load_function(name: str, folder: str) -> Callable[..., Any]:
-    """The function that ``name`` (``module:function``) stands for, from ``folder`` where no other place has the module.
+    """Import the function ``name`` (``module:function``), with ``folder`` last on the search path.
 
     Raises:
-        InfeasibleSpec: there is no such module or function, or importing it fails; says where and why.
+        InfeasibleSpec: the module or function is missing, or the import fails; the message has the place and the
+        reason.
     """
     module, _, function = name.partition(":")
     if module.partition(".")[0] in RESERVED:
@@ -47,11 +48,11 @@ def load_function(name: str, folder: str) -> Callable[..., Any]:
 
 
 def call_function(name: str, folder: str, *args: Any) -> Any:
-    """What the function gives for these arguments.
+    """Call the function and return its result.
 
     Raises:
-        InfeasibleSpec: as :func:`load_function`, or the function raises; errors that mean something by themselves, like
-            that of missing memory, pass.
+        InfeasibleSpec: see :func:`load_function`; also if the function raises. Errors with a meaning of their own, such
+            as out-of-memory errors, pass through.
     """
     function = load_function(name, folder)
     try:
@@ -63,7 +64,7 @@ def call_function(name: str, folder: str, *args: Any) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """The error in one line, with the innermost place in a file."""
+    """Format the error in one line, with the innermost place in a file."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f for f in frames if not f.filename.startswith(("<", sys.prefix)) and "importlib" not in f.filename]
     place = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""

@@ -1,4 +1,4 @@
-"""The entry of a rank of a trial: builds its model, trains, measures, reports.
+"""Entry point of a trial's rank: builds the model, trains, measures and reports.
 
 Also runs under plain torchrun::
 
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
+import torch._dynamo  # optimisers import it on first use; importing it here lets a fork server do so once for all ranks
 
 from trials import torch_support
 
 if _problem := torch_support.problem(torch_support.installed_version()):
-    # Imports below would fail too, by the name of the first thing that is missing.
+    # The imports below would also fail, but name only the first missing package.
     if __name__ == "__main__":
         sys.exit(f"error: {_problem}. {torch_support.REMEDY}")
     raise ImportError(_problem)
@@ -52,15 +52,15 @@ from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
-    """Run this process's rank of a trial and give its :class:`RankReport` as JSON.
+    """Run this process's rank of a trial and return its :class:`RankReport` as JSON.
 
     ``spec`` is a :class:`TrialSpec` as JSON. The rank's identity comes from ``RANK``, ``WORLD_SIZE`` and
     ``LOCAL_RANK``; the rendezvous from ``TUNE_CLUSTER_RENDEZVOUS``, else from torchrun's variables.
 
     Raises:
-        CodecError: the JSON is no TrialSpec.
-        InfeasibleSpec, DataError, NonFiniteLoss: see :mod:`trials.failure`; anything else is what torch raised,
-            for :func:`trials.failure.classify`.
+        CodecError: the JSON is not a TrialSpec.
+        InfeasibleSpec, DataError, NonFiniteLoss: see :mod:`trials.failure`; other errors of torch pass through, for
+            :func:`trials.failure.classify`.
     """
     trial: TrialSpec = from_json(TrialSpec, spec)
     progress("starting")
@@ -90,12 +90,13 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def expected_warnings() -> Iterator[None]:
-    """Ignore what torch warns of in the course of training although it is meant."""
+    """Suppress torch's warnings about intended behaviour during training."""
     with warnings.catch_warnings():
         for message in (
-            # The head's tensor-parallel output is a view; FSDP warns of writing to it, and the loss only reads it.
+            # The head's tensor-parallel output is a view; FSDP warns about in-place writes to it, but the loss only
+            # reads it.
             "FSDP2-wrapped module .* returned a view tensor",
-            # DDP lays out its buckets like the weights it was built with, and does so again after the first step.
+            # DDP lays out its buckets like the initial weights, and again after the first step.
             "Grad strides do not match bucket view strides",
         ):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
@@ -103,13 +104,13 @@ def expected_warnings() -> Iterator[None]:
 
 
 def own_folder(workload: Workload) -> contextlib.AbstractContextManager[None]:
-    """Work in the folder of the user's code for the duration of the body, where there is any."""
+    """Run the body in the folder of the user code, if any."""
     model = workload.model
     return contextlib.chdir(model.cwd) if isinstance(model, PythonModel) else contextlib.nullcontext()
 
 
 def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
-    """The workload's data set, as far as ``rank`` reads it."""
+    """Open the part of the workload's data set that ``rank`` reads."""
     candidate = trial.candidate
     share = Share(
         global_batch_size=trial.workload.global_batch_size,
@@ -122,7 +123,7 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
 
 
 def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: ProgressSink) -> RankReport:
-    """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
+    """Build, tune what is tuned before training, warm up and measure; return the rank's report."""
     candidate, device = trial.candidate, own.device
     kernels = candidate.kernels
     import_code(trial.workload.model)
@@ -174,7 +175,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
 
 
 def _each(*observers: Callable[[int], None]) -> Callable[[int], None]:
-    """Tells everyone the number of the step that is about to begin."""
+    """Pass the number of each step to all observers before it begins."""
 
     def before_step(number: int) -> None:
         for observe in observers:
@@ -184,8 +185,8 @@ def _each(*observers: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memory: PeakMemory) -> None:
-    """Begin to count the memory of a module of the user's, of which this rank now keeps its part only; and let each
-    part of the batch draw its own random numbers, for dropout say. A model of ours needs neither."""
+    """Prepare a custom module: start counting its memory, of which this rank now keeps only its part, and seed each
+    part of the batch separately, for dropout for example. Built-in models need neither."""
     if trainer.parts[0].model.is_own:
         memory.restart()
         torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
@@ -199,7 +200,7 @@ def _report(
     memory: PeakMemory,
     findings: Findings,
 ) -> RankReport:
-    """Fold all that was recorded into the one value that leaves the rank."""
+    """Combine all records into the rank's report."""
     workload = trial.workload
     return RankReport(
         rank=identity.rank,
@@ -226,7 +227,7 @@ def _report(
 def _tune_loader(
     loader: Loader, dataset: StepBatches | None, device: torch.device, *, pin_memory: bool
 ) -> tuple[Loader, LoaderTuningReport | None]:
-    """The loader to train with: the one asked for, or the one found by climbing."""
+    """Return the loader to train with: the one configured, or the best of a hill climb."""
     if loader.tuning is None:
         return loader, None
     return tune_loader(
@@ -237,7 +238,7 @@ def _tune_loader(
 def _with_loader_verdict(
     report: LoaderTuningReport | None, recording: Recording, device: torch.device
 ) -> LoaderTuningReport | None:
-    """The report with its verdict, by the rank that waits longest for data: in collectives the others wait for it."""
+    """Add the loader's verdict, from the rank that waits longest for data: the others wait for it in collectives."""
     if report is None:
         return None
     data_s = max_over_ranks(recording.breakdown().data_s, device)
@@ -251,7 +252,7 @@ def _protocol(trial: TrialSpec, tuned_until: int) -> Protocol:
 
 
 def _warm_until(protocol: Protocol, step: int) -> Protocol:
-    """Keep the steps up to this one, in which kernels are being tuned, out of the measurement."""
+    """Exclude steps up to this one, in which kernels are tuned, from the measurement."""
     return dataclasses.replace(
         protocol,
         min_warmup_steps=max(protocol.min_warmup_steps, step),
@@ -269,7 +270,7 @@ def main() -> None:
     if args.profile_dir is not None:
         os.environ[FOLDER_VARIABLE] = str(args.profile_dir.absolute())
     is_first = RankIdentity.from_env().rank == 0
-    # What torch prints meanwhile is no report: gloo before 2.11 tells on stdout who its peers are.
+    # gloo before 2.11 prints its peers on stdout, which must hold only the report.
     stdout = os.dup(1)
     os.dup2(2, 1)
     report = run_rank(json.loads(args.spec.read_text()), _write_progress if is_first else ignore_progress)
@@ -282,7 +283,7 @@ def _write_progress(
     phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
 ) -> None:
     if is_compiling or (step and step_time_s is None):
-        return  # a sign of life
+        return  # a heartbeat
     sys.stderr.write(f"{phase}\n" if step_time_s is None else f"{phase} {step} {step_time_s:.4f} s\n")
 
 
@@ -290,5 +291,5 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of gloo may still be letting go of tensors: they abort where they find the interpreter on its way out.
+    # gloo threads may still be releasing tensors; they abort if the interpreter is already shutting down.
     os._exit(0)

@@ -1,15 +1,13 @@
 """The stage balancer: chooses layers and recompute per pipeline rank and chunk, for the fastest step that fits.
 
-Exact, in two parts. A small integer program finds, for a rank and a number of layers, the cheapest recompute that fits
-(:mod:`cluster.cost.stage_balance`). Ranks then only share the sum of layers, so dynamic programming finds
-the best split: equal ranks are asked once, and numbers of layers that could not beat the best split so far are never
-asked.
+Exact, in two parts. For a rank and a number of layers, a small integer program finds the cheapest recompute that fits
+(:mod:`cluster.cost.stage_balance`). Ranks then share only the sum of layers, so dynamic programming finds the best
+split. Equal ranks are solved once. Numbers of layers that cannot beat the best split so far are skipped.
 
 Step time, with ``t`` the seconds per micro-batch of a rank, ``m`` micro-batches and ``v`` chunks per rank::
 
     step = m max(t) + (sum(t) - max(t)) / v        (no second term for zbv)
-
-which is ``(m + (p - 1) / v) t`` for equal ranks (Narayanan et al., arXiv 2104.04473).
+This is ``(m + (p - 1) / v) t`` for equal ranks (Narayanan et al., arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ from trials.spec import Candidate, Counts, Recompute, SelectiveRecompute, Worklo
 
 
 def balance(problem: BalanceProblem, *, time_limit_s: float = 30.0) -> Balance:
-    """The fastest split that fits.
+    """Return the fastest split that fits.
 
     Raises:
-        DoesNotFitError: with the stage that is short of memory, and by how much.
-        TimeoutError: not even a first split was found in time.
+        DoesNotFitError: no split fits; with the stage that lacks memory, and the shortage.
+        TimeoutError: no split was found in time.
     """
     search = _Search(problem, deadline_s=time.monotonic() + time_limit_s)
     counts, bound_s = search.run()
@@ -89,7 +87,7 @@ class _Search:
         return self.answers[key]
 
     def run(self) -> tuple[list[StageAnswer], float]:
-        """An answer per rank, and a lower bound of the step time."""
+        """Return an answer per rank, and a lower bound of the step time."""
         table = _Table(self.problem)
         best = float("inf")
         for width in _widening(self.problem):
@@ -112,7 +110,7 @@ class _Search:
         return [answer for answer in answers if answer is not None]
 
     def _fill(self, table: _Table, width: int, best_s: float) -> None:
-        """Ask for every number of layers within ``width`` of even that could still be part of a better split."""
+        """Solve every number of layers within ``width`` of even that could still be part of a better split."""
         p = self.problem
         for stage in range(p.pp):
             fixed = self.stages[stage].fixed_layers
@@ -128,8 +126,8 @@ class _Search:
                     break  # more layers need more memory
 
     def _does_not_fit(self, table: _Table) -> DoesNotFitError:
-        """The error that names a rank that cannot hold its least, or else the one that lacks least for one layer
-        more."""
+        """Return the error for a rank that cannot hold its minimum, else for the one with the least shortage for one
+        more layer."""
         p = self.problem
         most = [table.most_layers(stage) for stage in range(p.pp)]
         least = p.min_layers * p.num_virtual_stages
@@ -150,12 +148,12 @@ class _Search:
 
 
 def _widening(problem: BalanceProblem) -> list[int]:
-    """Distances from the even split, so that a good split is known before far-fetched ones are asked for."""
+    """Return distances from the even split, in growing order, to find a good split before extreme ones are solved."""
     return [*(width for width in (2, 6) if width < problem.num_layers), problem.num_layers]
 
 
 class _Table:
-    """Seconds per micro-batch by rank and number of layers; inf where it does not fit or was not worth asking."""
+    """Seconds per micro-batch by rank and number of layers; inf if it does not fit or was skipped."""
 
     def __init__(self, problem: BalanceProblem) -> None:
         self._problem = problem
@@ -181,13 +179,13 @@ class _Table:
         return int(fitting.max()) if fitting.size else 0
 
     def ideal_bound(self) -> float:
-        """Step time of a perfectly divisible model without recompute: no split is faster."""
+        """Return the step time of a perfectly divisible model without recompute, a lower bound of all splits."""
         p = self._problem
         mean = (p.num_layers * p.layer_s + sum(p.edge_s)) / p.pp
         return p.step_s(np.maximum(mean, np.full(p.pp, mean)))
 
     def best_split(self, which: str) -> tuple[list[int], float] | None:
-        """Layers per rank for the shortest step, evenest among equals; None when too few layers fit."""
+        """Return the layers per rank with the shortest step, the most even of equals; None if too few layers fit."""
         p = self._problem
         seconds = self._seconds if which == "seconds" else self._bound
         best: tuple[list[int], float] | None = None
@@ -205,11 +203,11 @@ class _Table:
 
 
 EVENNESS = 1e-9
-"""Weight, in layer times, of the squared deviations from the even split: decides between equals only."""
+"""Weight of the squared deviations from the even split, in layer times; only a tie-breaker."""
 
 
 def _shortest_sum(seconds: NDArray[np.float64], num_layers: int, evenness: float) -> list[int] | None:
-    """Dynamic programming over ranks: one count per row with the given total and the least sum of seconds."""
+    """Dynamic programming over ranks: one count per row, with the given total and the least sum of seconds."""
     pp = len(seconds)
     counts = np.arange(num_layers + 1)
     cost = seconds + evenness * (counts - num_layers / pp) ** 2
@@ -236,7 +234,7 @@ def _shortest_sum(seconds: NDArray[np.float64], num_layers: int, evenness: float
     return layers[::-1]
 
 
-# Turns a candidate into a problem for the stage balancer, with the cost model's figures.
+# Converts a candidate to a problem for the stage balancer, with the cost model's figures.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +251,7 @@ class RecomputePolicy:
         return "full" if self.is_full else " + ".join(parts) or "none"
 
     def of_all(self, layers: Counts) -> Recompute:
-        """This policy for every one of ``layers``."""
+        """Apply the policy to all ``layers``."""
         return Recompute(
             full=layers if self.is_full else (),
             selective=tuple(SelectiveRecompute(pattern=p, num_layers=layers) for p in self.patterns),
@@ -262,8 +260,8 @@ class RecomputePolicy:
 
 
 def nested_policies(recomputes: Iterable[Recompute]) -> tuple[RecomputePolicy, ...]:
-    """The policies that ``recomputes`` use, from none to the most, each of which recomputes what its predecessor does
-    and more, as the balancer wants it. Full recompute comes last, where any of them has it."""
+    """Return the policies in ``recomputes``, from none to the most. Each recomputes more than its predecessor, as the
+    balancer requires. Full recompute comes last, if included."""
     found = list(recomputes)
     used = sorted(
         {(tuple(sorted(part.pattern for part in r.selective)), r.communication != ()) for r in found},
@@ -290,12 +288,12 @@ def problem_of(
     *,
     memory_share: float = 1.0,
 ) -> BalanceProblem:
-    """The problem of choosing layers and recompute for ``candidate``, with all else as the candidate says.
+    """Return the problem of choosing layers and recompute for ``candidate``, with all else from the candidate.
 
     Args:
-        candidate: its recompute is not looked at, its layers per stage only as a starting point.
+        candidate: its recompute is ignored; its layers per stage are only a starting point.
         policies: see :func:`nested_policies`; the first must recompute nothing.
-        memory_share: of the device's usable memory that may be filled.
+        memory_share: usable share of the device's usable memory.
 
     Raises:
         NotImplementedError: as :func:`cluster.cost.cost_model.inputs_of`.
@@ -333,11 +331,11 @@ def problem_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """The cost of one layer more under one policy, and the cost that does not depend on the number of layers."""
+    """Marginal cost of a layer under one policy, and the cost independent of the number of layers."""
 
     layer_s: float
     edge_s: Array
-    """Seconds of each pipeline rank per micro-batch beyond its layers."""
+    """Seconds per micro-batch of each pipeline rank in addition to its layers."""
     activation_bytes: float
     """Bytes kept per layer and micro-batch."""
     transient_bytes: float
@@ -347,7 +345,7 @@ class _Layer:
 
     @classmethod
     def of(cls, x: CostInputs, model: CostModel, *, on_cpu: bool) -> _Layer:
-        """The costs, found by adding a layer to every rank: the cost model is linear in them, but for rounded corners.
+        """Compute the costs by adding a layer to every rank: apart from rounded corners, the cost model is linear.
 
         One micro-batch is in flight, and gradients stay: the balancer counts micro-batches itself.
         """
@@ -369,7 +367,7 @@ class _Layer:
 
 
 def _state(policy: RecomputePolicy, layer: _Layer, plain: _Layer, *, recomputes: bool) -> LayerState:
-    """The policy as a state of the balancer; ``plain`` are the costs without recompute."""
+    """Convert the policy to a state of the balancer; ``plain``: the costs without recompute."""
     return LayerState(
         name=policy.name,
         activation_bytes=layer.activation_bytes,
@@ -386,12 +384,12 @@ def _one_more(x: CostInputs) -> CostInputs:
 
 
 def _seconds(x: CostInputs, model: CostModel) -> Array:
-    """Seconds per micro-batch of each pipeline rank."""
+    """Return the seconds per micro-batch of each pipeline rank."""
     return np.asarray(stage_seconds(x, work_of(x), model.time.coefficients).total[0])
 
 
 def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Array]:
-    """Bytes of activations and of all else on each pipeline rank, each with its part of the fragmentation."""
+    """Return the bytes of activations and of all else on each pipeline rank, each with its share of fragmentation."""
     terms = {name: values[0] for name, values in passes_bytes(x, work_of(x), model.memory.coefficients).items()}
     constant, fragmentation = terms.pop("constant"), terms.pop("fragmentation")
     allocated = np.sum(list(terms.values()), axis=0)
@@ -401,10 +399,10 @@ def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Arr
 
 
 def _step_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, float]:
-    """Bytes at the optimiser step: on each pipeline rank without layers, and of one layer.
+    """Return the bytes at the optimiser step: of each pipeline rank without layers, and of one layer.
 
-    The cost model gives the largest of its moments; with micro-batches of no tokens that is the step, or weights being
-    gathered where those are more. The straight line from no layers to all of them is never below that.
+    The cost model returns the largest of its moments. With empty micro-batches that is the step, or the gathering of
+    weights if that takes more. A straight line from no layers to all of them is never below it.
     """
     resting = replace(x, micro_batch_size=np.zeros(1))
     num_layers = float(x.num_layers[0])
@@ -416,6 +414,6 @@ def _step_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array
 
 
 def _peak_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> Array:
-    """Peak bytes of each pipeline rank."""
+    """Return the peak bytes of each pipeline rank."""
     terms = stage_bytes(x, work_of(x), model.memory.coefficients)
     return np.asarray(sum(values[0] for name, values in terms.items() if not (on_cpu and name == "constant")))

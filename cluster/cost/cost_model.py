@@ -1,4 +1,4 @@
-"""The cost model as a whole: predicts step time and peak memory of many candidates, as sums of named terms."""
+"""The complete cost model: predicts step time and peak memory of many candidates, as sums of named terms."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from trials.legality import holds_plain
 from trials.sizes import matmul_format
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
-# ---- Turns candidates of decoder workloads into inputs of the cost model
+# ---- Converts candidates of decoder workloads to inputs of the cost model
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some fields of the inputs, and all that they depend on in addition to workload and cluster."""
+    """Some fields of the inputs, and what they depend on in addition to workload and cluster."""
 
     reads: tuple[str, ...]
-    """Fields of the candidate, or attributes of theirs like ``layout.tp``."""
+    """Fields of the candidate, or their attributes, such as ``layout.tp``."""
     fields_of: Callable[[Workload, Candidate, ClusterDescription], dict[str, Any]]
 
 
 def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription) -> CostInputs:
-    """One row per (workload, candidate), all on the same cluster.
+    """Return one row per (workload, candidate), all on the same cluster.
 
     Raises:
-        NotImplementedError: a workload is no decoder; see ``generic.py`` for those.
+        NotImplementedError: a workload is not a decoder; see ``generic.py``.
     """
     return from_rows([_row(workload, candidate, cluster) for workload, candidate in pairs])
 
 
 def inputs_of_table(workload: Workload, table: CandidateTable, cluster: ClusterDescription) -> FactoredInputs:
-    """As :func:`inputs_of` for many candidates of one workload: each part of a row is made once for every combination
-    of what it depends on.
+    """Like :func:`inputs_of` for many candidates of one workload: each part of a row is computed once per combination
+    of its dependencies.
 
     Raises:
-        NotImplementedError: the workload is no decoder.
+        NotImplementedError: the workload is not a decoder.
     """
     _check(workload)
     blocks = []
@@ -137,7 +137,7 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
-        # Stages of torch's pipelines free weights after forward passes only.
+        # Stages of torch's pipelines free weights only after forward passes.
         "stays_gathered": float(layout.pp > 1),
         "num_copies": layout.num_copies,
         "shard_embedding": float(layout.shard_embedding),
@@ -148,31 +148,31 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
 
 
 def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Layers wait for their own new weights of ZeRO-1, but a model that is one graph waits for all."""
+    """With ZeRO-1, layers wait for their own new weights, but a model in one graph waits for all."""
     return {"hides_gathering": float(candidate.layout.zero_stage == 1 and candidate.kernels.compile != "model")}
 
 
 def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor`: zbv takes the backward pass
-    apart itself, and in 8-bit matmuls gradients of input and weight are one operator."""
+    """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor`: zbv splits the backward pass itself,
+    and in 8-bit matmuls the gradients of input and weight are one operator."""
     layout, takes_apart = candidate.layout, candidate.precision.level != "O1-fp8"
     hides = layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv" and takes_apart
     return {"hides_sums": float(hides)}
 
 
 def _per_stage(counts: Counts, layout: Layout) -> list[int]:
-    """Layers of each pipeline rank, all its chunks together."""
+    """Return the layers of each pipeline rank, all its chunks together."""
     if not counts:
         return [0] * layout.pp
     return [sum(chunk[stage] for chunk in counts) for stage in range(layout.pp)]
 
 
 def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
-    weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy of them."""
+    """Return bytes per element or parameter. O0 keeps everything in fp32, O1 adds a 16-bit copy of the weights, O2
+    keeps 16-bit weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy."""
     level, layout = candidate.precision.level, candidate.layout
     low = level == "O2"
-    # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
+    # FSDP2 reduces in fp32; plain 16-bit parameters are reduced in their own format.
     is_short = low and (holds_plain(layout) or layout.dp * layout.cp == 1)
     return {
         "compute_bytes": 4.0 if level == "O0" else 2.0,
@@ -194,14 +194,19 @@ def _peaks(_workload: Workload, candidate: Candidate, cluster: ClusterDescriptio
 
 
 def _loss_columns(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Where one rank computes the loss of all logits, two fp32 copies exist, read or written in turn with the logits.
+    """Return the memory and traffic of the loss. If one rank computes the loss of all logits, two fp32 copies exist,
+    read or written in turn with the logits.
 
-    In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
-    :mod:`trials.parallel.tensor`, 7 times the logits themselves are read or written and 10 times their
-    values in fp32. Chunks add up the gradient of the head's weights in fp32.
+    In parts (by tp or in chunks), gradients replace the logits in place. By count of the operators of
+    :mod:`trials.parallel.tensor`, the logits are read or written 7 times and their fp32 values 10 times. Chunks
+    accumulate the gradient of the head's weights in fp32. A compiler's kernels read the logits once for the loss, and
+    once for the gradient, which they write; nothing exists in fp32.
     """
     size = 4.0 if candidate.precision.level == "O0" else 2.0
     chunks = candidate.kernels.loss_chunks
+    if candidate.kernels.compile != "off":
+        loss, sums = (size, 0.0) if chunks == 1 else (0.0, 4.0)
+        return {"loss_bytes": loss, "loss_traffic": 3 * size, "loss_chunks": chunks, "head_sums_bytes": sums}
     if candidate.layout.tp == 1 and chunks == 1:
         return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0, "head_sums_bytes": 0.0}
     sums = 4.0 if chunks > 1 else 0.0
@@ -231,10 +236,10 @@ def _batch(workload: Workload, candidate: Candidate, _cluster: ClusterDescriptio
 
 
 def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:
-    """Peak FLOPs per second in the number format of the candidate's matmuls.
+    """Return the peak FLOPs per second in the number format of the candidate's matmuls.
 
     Raises:
-        NotImplementedError: the catalogue has none.
+        NotImplementedError: the catalogue has no such peak.
     """
     name = matmul_format(candidate)
     peak = accelerator.peak(name) or accelerator.peak("float32")
@@ -260,7 +265,7 @@ def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescri
 
 
 def _reading(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Reading of records: every rank reads its data-parallel share of the batch, or all of it."""
+    """Return the reading of records: every rank reads its data-parallel share of the batch, or all of it."""
     layout = candidate.layout
     records = workload.global_batch_size / (1 if candidate.loader.full_batch else layout.dp)
     return {"num_reads": records * layout.world_size, "data_wait_s": 0.0}
@@ -279,47 +284,47 @@ _PARTS = (
     _Part(("layout", "recompute"), _recompute),
     _Part(("layout", "precision.level"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),
-    _Part(("layout.tp", "precision.level", "kernels.loss_chunks"), _loss_columns),
+    _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),
     _Part(("layout.dp", "micro_batch_size"), _batch),
     _Part(("kernels.compile", "kernels.attention"), _kernels),
     _Part(("offload",), _offload),
     _Part(("layout.dp", "layout.world_size", "loader.full_batch"), _reading),
     _Part(("loader.num_workers", "loader.tuning"), _reading_ahead),
 )
-"""All fields, each once. What a function reads of the candidate and does not declare here would be another one's."""
+"""All fields, each once. A function must declare every field of the candidate that it reads."""
 
 
 # ---- Fits coefficients to measurements: maximum a posteriori on log residuals, robust against outliers
 #
-# The prior says what other software and hardware taught (``coefficients.load_prior``); each measurement moves the
-# coefficients it depends on, the rest stay. With no measurement the prior itself is the answer. Candidates that ran out
-# of memory, or fitted, without a figure are one-sided evidence on memory.
+# The prior comes from other software and hardware (:func:`load_prior`). Each measurement moves the coefficients it
+# depends on; the rest stay. Without measurements, the prior is the result. Candidates that ran out of memory, or fit,
+# without a figure are one-sided evidence on memory.
 
-# Which pipeline rank a published memory peak belongs to, and what it counts.
+# The pipeline rank of a published memory peak, and what the peak counts.
 
 
 Rank = Literal["first", "last", "fullest"]
 Scope = Literal["allocated", "reserved", "device"]
-"""What a peak counts: memory that the framework's allocator handed out, that it holds, or all that is taken on the
-device."""
+"""What a peak counts: memory that the framework's allocator handed out, memory that it holds, or all memory in use on
+the device."""
 
 NOT_COUNTED: dict[Scope, tuple[str, ...]] = {"allocated": ("constant", "fragmentation"), "reserved": ("constant",)}
-"""Terms of ``memory.MEMORY_TERMS`` that a scope leaves out."""
+"""Terms of ``peak_memory.MEMORY_TERMS`` that a scope excludes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Whose peak a published figure is, and what it counts."""
+    """The rank and scope of a published peak."""
 
     rank: Rank = "fullest"
     scope: Scope = "device"
 
 
 def reported_as(text: str) -> Reported:
-    """The meaning of a figure that its source describes by ``text``.
+    """Parse a source's description of its figure.
 
-    No rank named: the first, whose log and whose device's line in the driver's list are what people copy. No tool
-    named: what a rank says of itself comes from its framework's allocator, anything else from the driver.
+    Without a rank, it is the first: people copy its log, or its device's line in the driver's list. Without a tool,
+    figures from a rank come from its framework's allocator, others from the driver.
     """
     lower = text.lower()
     if re.search(r"\blast (pipeline )?(rank|stage)", lower):
@@ -334,12 +339,12 @@ def reported_as(text: str) -> Reported:
 
 
 def is_limit(text: str) -> bool:
-    """Whether the figure is what a run was given, not what it took: a pool's size or a set limit."""
+    """Whether the figure is a limit rather than a use: a pool's size or a configured limit."""
     return bool(re.search(r"max_device_memory|\blimit|pre-?allocat|\bpool\b|fraction", text.lower()))
 
 
 def reported_log_bytes(x: CostInputs, terms: dict[str, Array], reported: Sequence[Reported] | None) -> Array:
-    """Logarithm of the figure that would be reported, shape (n,), from all ranks' terms, each (n, stages).
+    """Return the log of the figure that would be reported, shape (n,), from all ranks' terms, each (n, stages).
 
     ``reported``: one entry per row; None: the fullest rank's whole device for all.
     """
@@ -349,8 +354,8 @@ def reported_log_bytes(x: CostInputs, terms: dict[str, Array], reported: Sequenc
 
 
 def reported_terms(x: CostInputs, terms: dict[str, Array], reported: Sequence[Reported]) -> dict[str, Array]:
-    """The terms of the figure that would be reported, each (n,), from all ranks' terms, each (n, stages); those that
-    the figure does not count are 0."""
+    """Return the terms of the figure that would be reported, each (n,), from all ranks' terms, each (n, stages). Terms
+    that the figure does not count are 0."""
     counted = {name: values.copy() for name, values in terms.items()}
     for scope, names in NOT_COUNTED.items():
         rows = np.flatnonzero([entry.scope == scope for entry in reported])
@@ -366,28 +371,28 @@ def _stages(x: CostInputs, total: Array, reported: Sequence[Reported]) -> npt.ND
 
 
 HUBER = 2.0
-"""Residuals beyond this many noise deviations pull linearly, not quadratically."""
+"""Residuals beyond this many noise deviations count linearly, not quadratically."""
 MEMORY_HUBER = 1.0
-"""The same for memory: less, so that a layout of which software keeps more than the formula knows does not bend what
-the others teach."""
+"""The same for memory. Lower, so that a layout with memory unknown to the formula does not distort what the others
+show."""
 MAX_ITERATIONS = 30
 STEP = 1e-4
-"""Step of the numeric derivatives, in log coefficients."""
+"""Step of numeric derivatives, in log coefficients."""
 
 OUT_OF_MEMORY_THRESHOLD = 0.4
-"""Probability of running out of memory from which a candidate counts as not fitting. It is set where, on problems in
-which memory binds and a few trials have reported their peaks (``benchmarks/search/made``), false fits are as frequent
-as false alarms, or somewhat rarer. A failed launch costs the gang's time; an untried optimum costs all of it."""
+"""Probability of running out of memory from which a candidate counts as not fitting. At this value false fits are as
+frequent as false alarms, or slightly rarer, on problems where memory binds and a few trials have reported their peaks
+(``benchmarks/search/made``). A failed launch costs the gang's time; an untried optimum costs all of it."""
 
 Predict = Callable[[Coefficients], Array]
-"""Given coefficients, the logarithm of the predicted figure of each measurement."""
+"""Function from coefficients to the log of each measurement's predicted figure."""
 Derive = Callable[[Coefficients], Array]
-"""Given coefficients, the derivatives of those logarithms by the log coefficients, shape (n, coefficients)."""
+"""Function from coefficients to the derivatives of those logs by the log coefficients, shape (n, coefficients)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """Coefficients after some measurements, with what is still uncertain."""
+    """Coefficients after measurements, with the remaining uncertainty."""
 
     coefficients: Coefficients
     covariance: Array
@@ -397,11 +402,11 @@ class Calibrated:
 
     @classmethod
     def of_prior(cls, prior: Prior) -> Calibrated:
-        """The prior's coefficients, before any measurement."""
+        """Return the prior's coefficients, before any measurement."""
         return cls(prior.coefficients, prior.covariance, prior.noise)
 
     def log_spread(self, jacobian: Array) -> Array:
-        """Standard deviation of the predicted logarithms with these derivatives, shape (n,)."""
+        """Return the standard deviation of log predictions with these derivatives, shape (n,)."""
         variance = np.einsum("ni,ij,nj->n", jacobian, self.covariance, jacobian)
         return np.asarray(np.sqrt(variance + self.noise**2))
 
@@ -414,10 +419,10 @@ def fit(
     huber: float = HUBER,
     derive: Derive | None = None,
 ) -> Calibrated:
-    """The most likely coefficients given prior and measurements (Gauss-Newton with damping, Huber weights).
+    """Return the most likely coefficients given prior and measurements (Gauss-Newton with damping, Huber weights).
 
     ``side`` of each measurement: 0 a measured figure, 1 known to be at least the given one, -1 at most. ``derive``: a
-    faster way to :func:`derivatives` of ``predict``. Without measurements the prior is returned.
+    faster alternative to :func:`derivatives` of ``predict``. Without measurements the prior is returned.
     """
     if not len(log_measured):
         return Calibrated.of_prior(prior)
@@ -448,7 +453,7 @@ def fit(
 
 
 def derivatives(predict: Predict, at: Coefficients) -> Array:
-    """Derivatives of the log predictions by the log coefficients, shape (n, coefficients)."""
+    """Return the derivatives of log predictions by the log coefficients, shape (n, coefficients)."""
     base = predict(at)
     columns = []
     for i in range(len(at.group)):
@@ -459,8 +464,8 @@ def derivatives(predict: Predict, at: Coefficients) -> Array:
 
 
 def step_derivatives(x: CostInputs) -> Derive:
-    """The derivatives of ``log_step_predictor(x)``, of few candidates: all coefficients are moved in one evaluation,
-    of as many copies of the candidates, which costs little more than one."""
+    """Return the derivatives of ``log_step_predictor(x)`` for few candidates. All coefficients are moved in one
+    evaluation of as many copies of the candidates, at little more than the cost of one."""
     num_sets = len(TIME) + 1
     predict = log_step_predictor(x.take(np.tile(np.arange(len(x)), num_sets)))
     steps = np.repeat(STEP * np.eye(len(TIME), num_sets, 1), len(x), axis=1)
@@ -473,7 +478,7 @@ def step_derivatives(x: CostInputs) -> Derive:
 
 
 def calibrate_time(prior: Prior, x: CostInputs, measured_s: Array) -> Calibrated:
-    """Time coefficients after measured step times of the candidates ``x``."""
+    """Fit the time coefficients to measured step times of the candidates ``x``."""
     derive = step_derivatives(x) if len(x) else None
     return fit(prior, log_step_predictor(x), np.log(measured_s), derive=derive)
 
@@ -485,10 +490,10 @@ def calibrate_memory(
     out_of_memory: Array,
     reported: Sequence[Reported] | None = None,
 ) -> Calibrated:
-    """Memory coefficients after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted, NaN).
+    """Fit the memory coefficients to measured peaks (NaN: unknown) and outcomes (1 ran out of memory, 0 fit, NaN).
 
-    ``reported``: what each peak was measured of; None: the whole device of the fullest rank. Outcomes are one-sided
-    evidence on that, and say more than the peak of another rank or of the allocator alone.
+    ``reported``: what each peak measures; None: the whole device of the fullest rank. Outcomes are one-sided evidence
+    on that, and stronger than the peak of another rank or of the allocator alone.
     """
     reported = reported or [Reported()] * len(x)
     peaks = np.flatnonzero(np.isfinite(measured_bytes))
@@ -502,7 +507,7 @@ def calibrate_memory(
 
 
 def log_step_predictor(x: CostInputs) -> Predict:
-    """Log of the predicted step seconds as a function of the time coefficients."""
+    """Return the log of predicted step seconds as a function of the time coefficients."""
     work = work_of(x)
 
     def predict(coefficients: Coefficients) -> Array:
@@ -512,7 +517,7 @@ def log_step_predictor(x: CostInputs) -> Predict:
 
 
 def log_peak_predictor(x: CostInputs, reported: Sequence[Reported] | None = None) -> Predict:
-    """Log of the predicted peak bytes as a function of the memory coefficients; ``reported`` as in calibration."""
+    """Return the log of predicted peak bytes as a function of the memory coefficients; ``reported`` as for fitting."""
     work = work_of(x)
 
     def predict(coefficients: Coefficients) -> Array:
@@ -522,7 +527,7 @@ def log_peak_predictor(x: CostInputs, reported: Sequence[Reported] | None = None
 
 
 def probability_out_of_memory(calibrated: Calibrated, x: CostInputs) -> Array:
-    """Probability that the fullest rank needs more memory than the device has, shape (n,)."""
+    """Return the probability that the fullest rank needs more memory than the device has, shape (n,)."""
     predict = log_peak_predictor(x)
     spread = calibrated.log_spread(derivatives(predict, calibrated.coefficients))
     excess = predict(calibrated.coefficients) - np.log(x.memory_bytes)
@@ -530,10 +535,10 @@ def probability_out_of_memory(calibrated: Calibrated, x: CostInputs) -> Array:
 
 
 def _loss(excess: Array, side: npt.NDArray[np.int64], huber: float) -> tuple[Array, Array, Array]:
-    """Loss of each measurement, its pull on the prediction and its curvature, in units of the noise.
+    """Return the loss of each measurement, its pull on the prediction and its curvature, in units of the noise.
 
-    A figure: Huber's loss of measured less predicted. One-sided: the negative logarithm of the probability that noise
-    lets the prediction be on the known side, linear beyond ``huber`` deviations on the wrong side like the former.
+    For a figure: Huber's loss of measured minus predicted. One-sided: the negative log of the probability that noise
+    puts the prediction on the known side; linear beyond ``huber`` deviations on the wrong side, like the former.
     """
     size = np.abs(excess)
     inside = size <= huber
@@ -560,12 +565,12 @@ def _cost(
 
 
 ROWS_AT_ONCE = 4096
-"""Candidates estimated at once: few enough for the intermediate arrays to stay in the processor's cache."""
+"""Candidates per evaluation: few enough for the intermediate arrays to fit the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What the model predicts of n candidates, arrays of shape (n,). Memory is that of the fullest pipeline rank."""
+    """Predictions for n candidates, arrays of shape (n,). Memory is that of the fullest pipeline rank."""
 
     step_s: Array
     step_terms_s: dict[str, Array]
@@ -578,18 +583,18 @@ class Estimates:
 
     @property
     def columns(self) -> list[Array]:
-        """All its arrays, in a fixed order."""
+        """Return all arrays, in a fixed order."""
         seconds = [self.step_terms_s[name] for name in sorted(self.step_terms_s)]
         sizes = [self.peak_terms_bytes[name] for name in sorted(self.peak_terms_bytes)]
         return [self.step_s, *seconds, self.peak_bytes, *sizes, self.fullest_stage]
 
     def slower_by(self, factor: Array) -> Estimates:
-        """The same with every term of the step time multiplied, shape (n,)."""
+        """Multiply every term of the step time by ``factor``, shape (n,)."""
         terms = {name: values * factor for name, values in self.step_terms_s.items()}
         return replace(self, step_s=self.step_s * factor, step_terms_s=terms)
 
     def take(self, rows: Any) -> Estimates:
-        """The estimates of ``rows``."""
+        """Return the estimates of ``rows``."""
         return Estimates(
             step_s=self.step_s[rows],
             step_terms_s={name: values[rows] for name, values in self.step_terms_s.items()},
@@ -601,13 +606,13 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The model of step time and that of memory, each with its coefficients."""
+    """The models of step time and memory, each with its coefficients."""
 
     time: Calibrated
     memory: Calibrated
 
     def estimate(self, x: CostInputs) -> Estimates:
-        """Step time and peak memory of every candidate."""
+        """Predict step time and peak memory of every candidate."""
         rows, places = distinct_rows(x)
         found = Estimates(
             step_s=np.empty(len(rows)),
@@ -623,11 +628,11 @@ class CostModel:
         return found if len(rows) == len(x) else found.take(places)
 
     def log_spread(self, x: CostInputs) -> Array:
-        """Standard deviation of log(measured / predicted step time) to expect, shape (n,)."""
+        """Return the expected standard deviation of log(measured / predicted step time), shape (n,)."""
         return self.time.log_spread(derivatives(log_step_predictor(x), self.time.coefficients))
 
     def fits(self, x: CostInputs) -> Array:
-        """Which candidates are expected to fit into device memory, shape (n,), bool."""
+        """Return which candidates are expected to fit device memory, shape (n,), bool."""
         return np.asarray(probability_out_of_memory(self.memory, x) <= OUT_OF_MEMORY_THRESHOLD)
 
     def _part(self, x: CostInputs) -> Estimates:
@@ -648,8 +653,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Measurements of n candidates: step times and peaks, NaN where there is none; 1 where memory ran out, 0 where the
-    candidate fitted, NaN where neither is known."""
+    """Measurements of n candidates: step times and peaks, NaN if unknown; out of memory 1, fit 0, NaN if unknown."""
 
     x: CostInputs
     step_s: Array
@@ -658,7 +662,7 @@ class Trials:
 
 
 def cost_model(trials: Trials | None = None) -> CostModel:
-    """The model fitted to published measurements, and to ``trials`` where there are any."""
+    """Return the model fitted to published measurements, and to ``trials`` if given."""
     time, memory = load_prior("time"), load_prior("memory")
     if trials is None or not len(trials.x):
         return CostModel(Calibrated.of_prior(time), Calibrated.of_prior(memory))

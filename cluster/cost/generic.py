@@ -1,5 +1,5 @@
-"""The cost model of workloads that are no decoders, which it knows only by their FLOPs, bytes and parameters. Data
-parallelism and ZeRO only. What data loading and kernels do is what they usually do (:mod:`cluster.cost.usual`).
+"""The cost model of workloads other than decoders, known only by FLOPs, bytes and parameters. Data parallelism and ZeRO
+only. Data loading and kernels have their usual effects (:mod:`cluster.cost.usual`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from trials.spec import Candidate, ImageFolderData, LinearModel, PythonData, Res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenericInputs:
-    """What the generic model knows of each candidate, arrays of shape (n,)."""
+    """The generic model's inputs, arrays of shape (n,)."""
 
     forward_flops: Array
     """FLOPs of the forward pass of one sample."""
     repeated_share: Array
     """Share of the forward pass that recompute repeats."""
     activation_bytes: Array
-    """Bytes that one sample keeps for the backward pass."""
+    """Bytes kept per sample for the backward pass."""
     traffic_bytes: Array
-    """Bytes read and written in one sample's forward pass."""
+    """Bytes read and written in a sample's forward pass."""
     num_params: Array
     num_kernels: Array
     """Kernels launched in a forward pass."""
     param_bytes: Array
     """Bytes per parameter of weights, gradients and optimiser states together."""
     transfer_bytes: Array
-    """Bytes that a rank sends in a step's collectives."""
+    """Bytes sent by a rank in a step's collectives."""
     counted: Array
-    """1: memory was counted by a dry run, 0: it comes from a formula."""
+    """1: memory counted by a dry run, 0: by a formula."""
     micro_batch_size: Array
     num_microbatches: Array
     dp: Array
@@ -61,11 +61,11 @@ class GenericInputs:
     memory_bytes_per_s: Array
     link_bytes_per_s: Array
     read_s: Array
-    """Seconds in which one process reads a sample."""
+    """Seconds for one process to read a sample."""
     knobs: KnobColumns
-    """The knobs of which FLOPs and bytes tell nothing."""
+    """The knobs without influence on FLOPs and bytes."""
     kind: Kind
-    """What of usual effects holds for the device."""
+    """Kind of device, which selects the usual effects."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -75,18 +75,18 @@ class GenericInputs:
         return self.dp
 
     def take(self, rows: Any) -> GenericInputs:
-        """The rows that ``rows`` (indices, a mask or a slice) selects."""
+        """Select ``rows`` (indices, a mask or a slice)."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return replace(self, **columns, knobs=self.knobs.take(rows))
 
     @property
     def matrix(self) -> Array:
-        """All columns side by side, shape (n, number of columns)."""
+        """Return all columns in one array, shape (n, number of columns)."""
         return np.hstack([np.stack([getattr(self, name) for name in _COLUMNS], axis=1), self.knobs.matrix])
 
     @classmethod
     def from_rows(cls, rows: Sequence[dict[str, float]], knobs: KnobColumns, kind: Kind) -> GenericInputs:
-        """Columns from one mapping per candidate with all fields that are numbers."""
+        """Build columns from one mapping per candidate with all numeric fields."""
         columns = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in _COLUMNS}
         return cls(**columns, knobs=knobs, kind=kind)
 
@@ -95,14 +95,14 @@ _COLUMNS = tuple(field.name for field in fields(GenericInputs) if field.name not
 
 
 KERNELS_PER_LAYER = 20
-"""Kernels of a decoder layer's forward pass, for which ``host_layer_s`` is fitted."""
+"""Kernels in a decoder layer's forward pass, the unit of ``host_layer_s``."""
 
 
 def generic_step_seconds(x: GenericInputs, k: Coefficients, usual: Draw | None = None) -> dict[str, Array]:
-    """Terms of the step time by name, in seconds, summing to it. Backward costs twice forward.
+    """Return the terms of the step time by name, in seconds; their sum is the step. Backward costs twice forward.
 
     Args:
-        usual: what data loading and kernels do; None: what they usually do on this kind of device.
+        usual: effects of data loading and kernels; None: the usual ones on this kind of device.
     """
     usual = usual_program(x.kind) if usual is None else usual
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
@@ -129,7 +129,7 @@ def generic_step_seconds(x: GenericInputs, k: Coefficients, usual: Draw | None =
 
 
 def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
-    """Terms of the peak by name, in bytes, summing to it. What was counted needs no correction."""
+    """Return the terms of the peak by name, in bytes; their sum is the peak. Counted memory needs no correction."""
     counted = x.counted > 0
     states = x.num_params * x.param_bytes / x.num_shards * np.where(counted, 1.0, k["state_factor"])
     activations = x.micro_batch_size * x.activation_bytes * np.where(counted, 1.0, k["activation_factor"])
@@ -146,11 +146,11 @@ OPERAND_BYTES = {"O0": 4, "O1": 2, "O1-fp8": 2, "O2": 2}
 GRADIENT_BYTES = {"O0": 4, "O1": 4, "O1-fp8": 4, "O2": 2}
 """Bytes of a gradient, by AMP level."""
 PARAM_BYTES = {"O0": 16, "O1": 18, "O1-fp8": 18, "O2": 16}
-"""Bytes per parameter of weights, gradients, AdamW's states, master weights and autocast's copies, by AMP level."""
+"""Bytes per parameter: weights, gradients, AdamW's states, master weights and autocast's copies, by AMP level."""
 PASSES_PER_ACTIVATION = 3
-"""How often an activation that is kept for the backward pass is written or read in the forward pass."""
+"""Reads and writes in the forward pass of an activation kept for the backward pass."""
 RING_SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-"""Share of a collective's bytes that each of its d ranks sends, in units of (d - 1) / d."""
+"""Share of a collective's bytes sent by each of its d ranks, in units of (d - 1) / d."""
 
 Estimates = Mapping[Candidate, DryRunEstimate]
 
@@ -158,11 +158,12 @@ Estimates = Mapping[Candidate, DryRunEstimate]
 def generic_inputs(
     pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription, estimates: Estimates
 ) -> GenericInputs:
-    """One row per (workload, candidate), all on the same cluster.
+    """Return one row per (workload, candidate), all on the same cluster.
 
     Args:
-        estimates: what dry runs counted for candidates of the first pair's workload. A candidate without one takes that
-            of the first that differs only in knobs without influence on FLOPs and memory.
+            estimates: counts from dry runs for candidates of the first pair's workload. A candidate without one uses
+                that of
+                the first candidate that differs only in knobs without influence on FLOPs and memory.
 
     Raises:
         NotImplementedError: the device has no peak for a candidate's number format.
@@ -173,7 +174,7 @@ def generic_inputs(
 
 
 class _Known:
-    """Dry runs' estimates of one workload, found by the knobs on which they depend."""
+    """Dry runs' estimates of one workload, indexed by the knobs they depend on."""
 
     def __init__(self, workload: Workload | None, estimates: Estimates) -> None:
         self._workload = workload
@@ -189,7 +190,7 @@ class _Known:
 
 
 def _counted_by(candidate: Candidate) -> tuple[object, ...]:
-    """The knobs that decide FLOPs, collectives and memory: not how data is read or kernels are chosen."""
+    """Return the knobs that determine FLOPs, collectives and memory: all except data loading and kernels."""
     kernels = candidate.kernels
     return (
         candidate.layout,
@@ -233,8 +234,8 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, 
 
 
 def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
-    """Work and memory from the model's shape. Recomputing n of N layers in full keeps that share less, and repeats
-    it."""
+    """Return work and memory by the model's shape. Full recompute of n of N layers drops that share of the activations
+    and repeats it."""
     model, level = workload.model, candidate.precision.level
     assert isinstance(model, ResNetModel | LinearModel | UserModel), "decoders have their own model"
     size = OPERAND_BYTES[level]
@@ -252,8 +253,8 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
 
 
 def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
-    """Bytes that a rank sends per step: the gradients' all-reduce, or what ZeRO-1 does in its place; with ZeRO-2 and
-    ZeRO-3 the gradients of every micro-batch, unless they wait for the last; with ZeRO-3 also the weights, gathered for
+    """Return the bytes that a rank sends per step: the gradients' all-reduce, or its equivalent in ZeRO-1. ZeRO-2 and
+    ZeRO-3 send the gradients of every micro-batch, unless they wait for the last. ZeRO-3 also gathers the weights for
     forward and backward of every micro-batch."""
     layout, level = candidate.layout, candidate.precision.level
     num_params, size = num_parameters(workload.model), GRADIENT_BYTES[level]
@@ -268,7 +269,7 @@ def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
 
 
 def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstimate) -> dict[str, float]:
-    """Work and memory as a dry run counted them, per sample and per parameter."""
+    """Return work and memory counted by a dry run, per sample and per parameter."""
     stage = max(estimate.stages, key=lambda stage: stage.peak_bytes)
     layout, flops = candidate.layout, stage.flops
     num_samples = workload.global_batch_size / layout.dp
@@ -288,18 +289,18 @@ def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstima
 
 
 DECODED_PIXELS_PER_S = 25e6
-"""Pixels that one core decodes, resizes and normalises: some 130 photographs of 500 x 375 a second with Pillow
-(Leclerc et al., FFCV, arXiv 2306.12517, has 100 to 200 of PyTorch's loader)."""
+"""Pixels that one core decodes, resizes and normalises per second: about 130 photographs of 500 x 375 with Pillow
+(Leclerc et al., FFCV, arXiv 2306.12517, report 100 to 200 for PyTorch's loader)."""
 PHOTOGRAPH_PIXELS = 500 * 375
-"""Pixels of an image of ImageNet in the mean."""
+"""Mean pixels of an ImageNet image."""
 OTHER_READ_S = {"python": 100e-6, "random": 2e-6}
-"""Seconds in which a process reads a sample of other data: a function of the user's is unknown; numbers are drawn."""
+"""Seconds for a process to read a sample of other data: a user's function is unknown; numbers are drawn."""
 COLLATED_S = 10e-6
-"""Seconds for a sample of any other kind: indexing and collating in Python."""
+"""Seconds per sample of any other kind: indexing and collating in Python."""
 
 
 def read_seconds(workload: Workload) -> float:
-    """Seconds in which one process reads a sample, by the kind of data."""
+    """Return the seconds for one process to read a sample, by the kind of data."""
     data, model = workload.data, workload.model
     if isinstance(data, ImageFolderData) and isinstance(model, ResNetModel):
         made_up = (model.image_size * 8 // 7) ** 2

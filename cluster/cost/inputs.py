@@ -21,22 +21,22 @@ from configs import CONFIGS
 Array = npt.NDArray[np.float64]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
-"""Codes of ``CostInputs.schedule`` are positions in this tuple."""
+"""``CostInputs.schedule`` is an index into this tuple."""
 
 CP_METHODS = ("all_gather", "ulysses", "ring")
-"""Codes of ``CostInputs.cp_method`` are positions in this tuple."""
+"""``CostInputs.cp_method`` is an index into this tuple."""
 
 BUCKET_BYTES = 50e6
-"""Two reduction buckets in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
+"""Bytes of two reduction buckets in flight, 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
 
 WORKSPACE_BYTES = 128 << 20
-"""fp32 copies of 16-bit gradients that our optimiser step makes at a time (``trials.training.optimizer``). Its fused
-kernels have no other intermediate results."""
+"""Bytes of fp32 copies of 16-bit gradients that the built-in optimiser step holds at a time
+(``trials.training.optimizer``). Its fused kernels have no other intermediate results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostInputs:
-    """All that the cost model knows of each candidate. Arrays of shape (n,), those per stage (n, largest pp).
+    """The cost model's inputs. Arrays of shape (n,); those per stage (n, largest pp).
 
     Switches are 0 or 1; shares lie between 0 and 1. Sizes of data types are bytes per element or per parameter.
     """
@@ -52,24 +52,24 @@ class CostInputs:
     gated: Array
     """1: SwiGLU (three FFN matrices), 0: one activation (two)."""
     fused: Array
-    """1: the FFN's activation keeps only its input and output, as fused and compiled kernels do."""
+    """1: the FFN's activation keeps only its input and output, as in fused and compiled kernels."""
     dropout: Array
     tied: Array
     """1: embedding and head are one parameter."""
     trained_share: Array
-    """Share of the weights that get gradients: 1, or near 0 for adapters on frozen weights."""
+    """Share of the weights with gradients: 1, or near 0 for adapters on frozen weights."""
     expert_share: Array
-    """Share of the layers whose feed-forward is a mixture of experts, each of width ``expert_ffn``; 0: a dense model.
-    The other layers have one of width ``ffn``."""
+    """Share of the layers with a mixture of experts, each of width ``expert_ffn``; 0: a dense model. The other layers'
+    feed-forward has width ``ffn``."""
     num_experts: Array
-    """Routed experts of such a layer."""
+    """Number of routed experts of such a layer."""
     experts_per_token: Array
-    """Routed experts that each token passes (top-k)."""
+    """Number of routed experts per token (top-k)."""
     expert_ffn: Array
     shared_ffn: Array
-    """Width of the experts that all tokens pass, together."""
+    """Total width of the experts shared by all tokens."""
     ep: Array
-    """Ranks over which the experts of a layer are spread; they lie among those that hold different tokens."""
+    """Ranks over which a layer's experts are distributed, a subset of the ranks with different tokens."""
 
     pp: Array
     dp_replicate: Array
@@ -79,24 +79,24 @@ class CostInputs:
     tp: Array
     zero_stage: Array
     reduces_last: Array
-    """1: ZeRO-2 and ZeRO-3 keep gradients whole until the step's last micro-batch, instead of reducing each one's."""
+    """1: ZeRO-2 and ZeRO-3 reduce gradients only at the step's last micro-batch, not at each one."""
     hides_collectives: Array
-    """1: tensor parallelism gathers and scatters in parts, each while a matmul works on another (user buffers of
+    """1: tensor parallelism gathers and scatters in parts, each overlapping a matmul on another part (user buffers of
     Transformer Engine, PyTorch's async TP, MC2)."""
     hides_transfers: Array
-    """1: with several chunks, transfers between pipeline ranks run while other chunks are computed."""
+    """1: with several chunks, transfers between pipeline ranks overlap the computation of other chunks."""
     hides_gathering: Array
-    """1: ZeRO-1 and ZeRO-2 gather new weights while the next forward pass runs."""
+    """1: ZeRO-1 and ZeRO-2 gather new weights during the next forward pass."""
     aged_attention: Array
-    """1: fused attention kernels were written for an older generation of devices."""
+    """1: fused attention kernels are for an older generation of devices."""
     loose_norms: Array
-    """1: norms are made of several kernels, with results in between in memory."""
+    """1: norms consist of several kernels with intermediate results in memory."""
     gathers_once: Array
     """1: ZeRO-3 gathers a layer's weights for the first micro-batch and keeps them for the step's others, forward and
     backward; 0: it gathers them for every pass."""
     stays_gathered: Array
-    """1: ZeRO-3 frees weights after forward passes, but not after backward passes: the next forward pass finds them
-    gathered, and each micro-batch gathers them once."""
+    """1: ZeRO-3 frees weights after forward but not after backward passes: the next forward pass finds them gathered,
+    and each micro-batch gathers them once."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -108,7 +108,7 @@ class CostInputs:
     stage_layers: Array
     """Layers of each pipeline rank, all its chunks together; 0 beyond pp."""
     stage_full: Array
-    """Layers of each pipeline rank that are recomputed in full."""
+    """Fully recomputed layers of each pipeline rank."""
     stage_dropped: Array
     """Share of the kept activation bytes that selective recompute drops in the other layers of each rank."""
     stage_repeated: Array
@@ -121,16 +121,16 @@ class CostInputs:
     compute_bytes: Array
     """Bytes of an activation element."""
     loss_bytes: Array
-    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 where the gradient is
-    written in the logits' place."""
+    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 if the gradient
+    replaces the logits in place."""
     loss_traffic: Array
-    """Bytes read and written per logit from head to gradient of the logits, forward and backward."""
+    """Bytes read and written per logit from the head to the logits' gradient, forward and backward."""
     loss_chunks: Array
-    """Parts of a micro-batch whose logits exist one after the other; above 1 they are computed again."""
+    """Parts of a micro-batch whose logits exist one at a time; above 1, they are computed twice."""
     head_sums_bytes: Array
-    """Bytes per weight of the head of the sums in which the gradients of the parts of its positions are added up."""
+    """Bytes per weight of the head for accumulating its gradients over the parts."""
     hides_sums: Array
-    """1: tensor parallelism sums the gradients of projections' inputs while those of their weights are computed."""
+    """1: tensor parallelism sums projections' input gradients while weight gradients are computed."""
     weight_bytes: Array
     gradient_bytes: Array
     optimizer_bytes: Array
@@ -138,20 +138,20 @@ class CostInputs:
     cast_bytes: Array
     """Bytes per parameter of autocast's 16-bit copy of the weights (O1)."""
     bucket_bytes: Array
-    """Bytes of the buffers through which data parallelism reduces gradients."""
+    """Bytes of data parallelism's buffers for gradient reduction."""
     buffer_bytes: Array
-    """Bytes of other buffers that last, on every rank."""
+    """Bytes of other persistent buffers, on every rank."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
-    """Most that the intermediate results of an optimiser step take; infinite where it updates everything at once."""
+    """Limit of an optimiser step's intermediate results, in bytes; infinite if it updates everything at once."""
     casts_operands: Array
-    """1: matmuls make their 8-bit operands again from wider tensors, which are what is kept for the backward pass
-    (torchao); 0: operands are kept as they are multiplied. Means nothing where matmuls have 16 bits or more."""
+    """1: matmuls recreate their 8-bit operands from wider tensors, which are kept for the backward pass (torchao); 0:
+    operands are kept as multiplied. No effect for matmuls with 16 bits or more."""
     offload_activations: Array
-    """1: activations of all layers but the last wait in host memory."""
+    """1: activations of all layers except the last are offloaded to host memory."""
     offload_optimizer: Array
-    """1: optimiser states and fp32 weights are in host memory, where the step computes."""
+    """1: optimiser states and fp32 weights are in host memory, and the host runs the optimiser step."""
     flash: Array
     compiled: Array
 
@@ -165,9 +165,9 @@ class CostInputs:
     host_bytes_per_s: Array
     """Per device and direction, between its memory and the host's."""
     on_cores: Array
-    """1: devices are cores of a processor."""
+    """1: devices are CPU cores."""
     node_size: Array
-    """Devices that share the processors of a host."""
+    """Devices that share a host's processors."""
     link_bytes_per_s: Array
     """Per device and direction, inside the fast domain."""
     network_bytes_per_s: Array
@@ -175,11 +175,11 @@ class CostInputs:
     domain_size: Array
     """Devices joined by the fast links: a node, or several in rack-scale systems."""
     data_wait_s: Array
-    """Time per step spent waiting for data, where known."""
+    """Time per step spent waiting for data, if known."""
     num_reads: Array
-    """Records that all ranks together fetch from storage for one step; 0 where nothing is known of it."""
+    """Records fetched from storage per step by all ranks; 0 if unknown."""
     reads_ahead: Array
-    """1: data-loading processes fetch while the step runs."""
+    """1: data-loading processes fetch during the step."""
 
     def __len__(self) -> int:
         return len(self.num_layers)
@@ -190,17 +190,17 @@ class CostInputs:
 
     @property
     def num_shards(self) -> Array:
-        """Ranks over which ZeRO shards states: context-parallel peers hold the same weights, so they share too."""
+        """Ranks over which ZeRO shards states. Includes context-parallel peers, which hold the same weights."""
         return np.where(self.zero_stage > 0, self.dp_shard * self.cp, 1.0)
 
     @property
     def reductions(self) -> Array:
-        """How often a step reduces its gradients: where ZeRO shards them once per micro-batch, unless it waits."""
+        """Gradient reductions per step: once per micro-batch if ZeRO shards gradients, unless it waits."""
         return np.where((self.zero_stage >= 2) & (self.reduces_last == 0), self.num_microbatches, 1.0)
 
     @property
     def selective_share(self) -> Array:
-        """``stage_dropped``, averaged over all layers that are not recomputed in full."""
+        """``stage_dropped``, averaged over all layers without full recompute."""
         plain = self.stage_layers - self.stage_full
         return np.asarray((plain * self.stage_dropped).sum(axis=1) / np.maximum(plain.sum(axis=1), 1))
 
@@ -213,7 +213,7 @@ class CostInputs:
         return self.micro_batch_size * self.num_microbatches * self.dp * self.seq_length
 
     def take(self, rows: Any) -> CostInputs:
-        """The rows that ``rows`` (indices, a mask or a slice) selects."""
+        """Select ``rows`` (indices, a mask or a slice)."""
         return CostInputs(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
@@ -235,15 +235,15 @@ DEFAULTS: Mapping[str, float] = {
     "shared_ffn": 0.0,
     "ep": 1.0,
 }
-"""Values of fields that most candidates do not differ in, where a row leaves them out."""
+"""Defaults of fields that rows may omit."""
 
 STAGE_FIELDS = ("stage_layers", "stage_full", "stage_dropped", "stage_repeated")
 """Fields of :class:`CostInputs` with one column per pipeline rank."""
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
-    """The inputs from one mapping per candidate, which may leave out ``DEFAULTS``; values per stage are sequences
-    of any length."""
+    """Build the inputs from one mapping per candidate, which may omit ``DEFAULTS``. Values per stage are sequences of
+    any length."""
     num_stages = max((len(row["stage_layers"]) for row in rows), default=1)
     columns = {}
     for name in (column.name for column in fields(CostInputs)):
@@ -256,7 +256,7 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
 
 
 def concatenate(parts: Sequence[CostInputs]) -> CostInputs:
-    """The rows of all parts, in order."""
+    """Concatenate the rows of all parts, in order."""
     names = [field.name for field in fields(CostInputs)]
     return CostInputs(**{name: np.concatenate(_padded(name, [getattr(x, name) for x in parts])) for name in names})
 
@@ -264,8 +264,8 @@ def concatenate(parts: Sequence[CostInputs]) -> CostInputs:
 class FactoredInputs(CostInputs):
     """The inputs of very many candidates, of which few rows exist at a time.
 
-    Columns that hang together are a block: its distinct rows, and for each candidate which of them it has. A column
-    as a whole is put together whenever it is asked for.
+    Columns that depend on each other form a block: its distinct rows, and an index into them per candidate. Whole
+    columns are assembled on access.
     """
 
     __slots__ = ("_block_of", "_num")
@@ -281,11 +281,11 @@ class FactoredInputs(CostInputs):
 
     @property
     def blocks(self) -> list[InputBlock]:
-        """Its blocks, each once."""
+        """Return the blocks, each once."""
         return list({id(block): block for block in self._block_of.values()}.values())
 
     def column(self, name: str, rows: Any = slice(None)) -> Array:
-        """The field ``name`` of ``rows``."""
+        """Return the field ``name`` of ``rows``."""
         block = self._block_of[name]
         return np.asarray(block.columns[name].take(block.places[rows], axis=0))
 
@@ -295,15 +295,15 @@ class FactoredInputs(CostInputs):
         return CostInputs(**columns | {name: columns[name][:, :width] for name in STAGE_FIELDS})
 
     def part(self, rows: Any) -> FactoredInputs:
-        """As :meth:`take`, without putting the columns together."""
+        """Same as :meth:`take`, without assembling the columns."""
         return FactoredInputs([InputBlock(block.columns, block.places[rows]) for block in self.blocks])
 
     def distinct(self) -> tuple[NDArray[np.intp], Codes]:
-        """A row of each set of inputs that occurs, and every row's place among them."""
+        """Return one row of each distinct set of inputs, and every row's index among them."""
         return combined([(block.places, len(block)) for block in self.blocks])
 
     def followed_by(self, x: CostInputs) -> FactoredInputs:
-        """With the rows of ``x`` at its end."""
+        """Append the rows of ``x``."""
         return FactoredInputs([block.followed_by(x) for block in self.blocks])
 
 
@@ -312,7 +312,7 @@ for _field in fields(CostInputs):
 
 
 def distinct_rows(x: Any) -> tuple[NDArray[np.intp], Any]:
-    """A row of each set of inputs that is known to occur, and every row's place among them."""
+    """Return one row of each set of inputs known to be distinct, and every row's index among them."""
     if isinstance(x, FactoredInputs):
         return x.distinct()
     return np.arange(len(x)), slice(None)
@@ -320,7 +320,7 @@ def distinct_rows(x: Any) -> tuple[NDArray[np.intp], Any]:
 
 @dataclass(frozen=True, slots=True)
 class InputBlock:
-    """Columns of the inputs by their distinct rows; ``places`` has every candidate's among them, shape (n,)."""
+    """Columns of the inputs by distinct rows; ``places``: each candidate's row, shape (n,)."""
 
     columns: Mapping[str, Array]
     places: Codes
@@ -330,7 +330,7 @@ class InputBlock:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Mapping[str, Any]], places: Codes) -> InputBlock:
-        """From one mapping per row, not necessarily distinct; those of all have the same names."""
+        """Build from one mapping per row, not necessarily distinct, all with the same names."""
         columns = {name: column_of(name, [row[name] for row in rows]) for name in rows[0]}
         flat = np.hstack([column.reshape(len(rows), -1) for column in columns.values()])
         _, firsts, place_of = np.unique(flat, axis=0, return_index=True, return_inverse=True)
@@ -339,7 +339,7 @@ class InputBlock:
         )
 
     def followed_by(self, x: CostInputs) -> InputBlock:
-        """With the rows of ``x`` at its end."""
+        """Append the rows of ``x``."""
         columns = {}
         for name, column in self.columns.items():
             columns[name] = np.concatenate(_padded(name, [column, getattr(x, name)]))
@@ -348,7 +348,7 @@ class InputBlock:
 
 
 def column_of(name: str, values: Sequence[Any]) -> Array:
-    """Values of one field; those per stage are sequences of any length."""
+    """Convert the values of one field to a column. Values per stage are sequences of any length."""
     if name not in STAGE_FIELDS:
         return np.array(values, dtype=np.float64)
     column = np.zeros((len(values), max(map(len, values), default=1)))
@@ -358,7 +358,7 @@ def column_of(name: str, values: Sequence[Any]) -> Array:
 
 
 def _padded(name: str, columns: Sequence[Array]) -> Sequence[Array]:
-    """The same, as wide as the widest."""
+    """Pad the columns to the widest."""
     if name not in STAGE_FIELDS:
         return columns
     width = max(column.shape[1] for column in columns)
@@ -370,23 +370,23 @@ def _as_wide(column: Array, width: int) -> Array:
 
 
 def even_layers(num_layers: int, pp: int) -> list[int]:
-    """Layers of each pipeline rank when split as evenly as whole layers allow.
+    """Return the layers of each pipeline rank when split as evenly as whole layers allow.
 
-    What is left over goes to the middle: the first and the last stage also hold embedding and head.
+    The remainder goes to the middle: the first and the last stage also hold embedding and head.
     """
     base, extra = divmod(num_layers, pp)
     order = sorted(range(pp), key=lambda stage: (stage in (0, pp - 1), stage == pp - 1, stage))
     return [base + (stage in order[:extra]) for stage in range(pp)]
 
 
-# ---- The cost model's coefficients, which no data sheet tells: names, meaning, and priors before any measurement
+# ---- The cost model's coefficients, which no data sheet contains: names, meaning, and priors
 
 PRIORS_FILE = CONFIGS / "cost" / "priors.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """A positive number, a priori ``value`` within a factor of ``exp(spread)`` (one standard deviation)."""
+    """A positive number with prior ``value``, uncertain by a factor of ``exp(spread)`` (one standard deviation)."""
 
     name: str
     value: float
@@ -435,10 +435,10 @@ MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Values of a group of coefficients, as logarithms in the group's order.
+    """Values of a group of coefficients, as logs in the group's order.
 
-    ``log_values`` has shape (coefficients,); or (coefficients, n), where each of n candidates has values of its own:
-    then ``k["name"]`` is an array of shape (n,), and what it is multiplied with must be of that shape as well.
+    ``log_values`` has shape (coefficients,); or (coefficients, n) with separate values for each of n candidates. Then
+    ``k["name"]`` has shape (n,), and so must everything it is multiplied with.
     """
 
     group: tuple[Coefficient, ...]
@@ -458,14 +458,14 @@ class Coefficients:
 
 
 def assumed(group: tuple[Coefficient, ...]) -> Coefficients:
-    """The values that this file assumes, before any measurement."""
+    """Return the values assumed in this file, before any measurement."""
     return Coefficients(group, np.log([coefficient.value for coefficient in group]))
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Normal distribution of log coefficients over (source, software, hardware); ``noise`` is what is left
-    unexplained: the standard deviation of log(measured / predicted) inside a source.
+    """Normal distribution of log coefficients over (source, software, hardware). ``noise``: standard deviation of
+    log(measured / predicted) within a source, which remains unexplained.
     """
 
     group: tuple[Coefficient, ...]
@@ -479,14 +479,14 @@ class Prior:
 
 
 def assumed_prior(group: tuple[Coefficient, ...], noise: float) -> Prior:
-    """The prior that this file assumes, without published measurements."""
+    """Return the prior assumed in this file, without published measurements."""
     return Prior(group, assumed(group).log_values, np.diag([c.spread**2 for c in group]), noise)
 
 
 def load_prior(kind: str, without: str | None = None, path: Path = PRIORS_FILE) -> Prior:
-    """The prior fitted to published measurements, for ``kind`` ``time`` or ``memory``.
+    """Read the prior fitted to published measurements, for ``kind`` ``time`` or ``memory``.
 
-    ``without`` leaves out what one source taught, for judging the model on that source.
+    ``without``: source to exclude, for judging the model on that source.
     """
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))[kind]
     entry = table["without"].get(without, table["all"]) if without else table["all"]

@@ -1,8 +1,8 @@
-"""Peak bytes per pipeline rank, as named terms that sum to it.
+"""Peak bytes per pipeline rank, as the sum of named terms.
 
 The peak is the largest of three moments: the loss (activations of all micro-batches in flight, and the logits), a
 repeated forward pass (the same activations, and one layer's in full) and the optimiser step (all gradients and the
-step's workspace, no activations). Gradients count at the first two where they stay allocated. Adding up would count
+step's workspace, no activations). Gradients count at the first two if they stay allocated. A sum of all would count
 memory that never exists at the same time.
 """
 
@@ -44,12 +44,12 @@ MEMORY_TERMS = (
 )
 
 HELD_LAYERS = 3
-"""Layers whose activations a device holds though they go to the host: the one at work, the one on its way, and the
-model's last."""
+"""Layers whose activations a device holds despite offloading: the current one, the one in transfer, and the model's
+last."""
 
 
 def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
-    """Terms of each pipeline rank's peak by name (``MEMORY_TERMS``), each of shape (n, stages)."""
+    """Return the terms of each pipeline rank's peak by name (``MEMORY_TERMS``), each of shape (n, stages)."""
     states = _state_bytes(x, work, k)
     passes, step = _passes_terms(x, work, k, states), _step_terms(x, work, k, states)
     at_step = sum(step.values()) > sum(passes.values())
@@ -57,9 +57,9 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
 
 
 def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array:
-    """Derivatives of the log of each sum of ``terms`` by the log coefficients, shape (n, coefficients).
+    """Return the derivatives of the log of each sum of ``terms`` by the log coefficients, shape (n, coefficients).
 
-    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``; what is not to count is 0.
+    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``; excluded terms are 0.
     """
     states = terms["weights"] + terms["gradients"] + terms["optimizer"]
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)
@@ -81,12 +81,12 @@ def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array
 
 
 def passes_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
-    """As ``stage_bytes``, but of the forward and backward passes alone, even where the optimiser step takes more."""
+    """Same as ``stage_bytes``, for forward and backward passes alone, even if the optimiser step takes more."""
     return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, work, k)
 
 
 def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
-    """The worst moment of forward and backward passes: computing the loss, or recomputing a layer."""
+    """Return the terms at the worst moment of forward and backward passes: the loss, or recomputing a layer."""
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
     logits = work.tokens * x.vocab / x.tp / x.loss_chunks
@@ -107,8 +107,8 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
 
 
 def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
-    """The optimiser step. Its workspace holds fp32 copies of shorter gradients and results between its kernels, of all
-    that a rank updates or, where it does so piece by piece, of one piece."""
+    """Return the terms at the optimiser step. Its workspace holds fp32 copies of shorter gradients and intermediate
+    results: of everything a rank updates or, if it works in pieces, of one piece."""
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
     on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
@@ -128,10 +128,10 @@ def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coeff
 
 
 def _held_params(x: CostInputs, work: Work, zero_stage: int) -> Array:
-    """Parameters that a rank holds of what ZeRO shards from ``zero_stage`` on, shape (n, stages)."""
+    """Return a rank's parameters of a state that ZeRO shards from ``zero_stage`` on, shape (n, stages)."""
     shards = np.where(x.zero_stage >= zero_stage, x.num_shards, 1.0)
     table_shards = np.where(x.shard_embedding > 0, x.dp * x.cp, shards)
-    # Peers that hold other experts have nothing of these to share.
+    # Peers with other experts do not share these.
     expert_shards = np.maximum(1.0, shards / x.ep)
     layers = layers_params(x, work) / shards[:, None] + experts_params(x, work) / expert_shards[:, None]
     return np.asarray(layers + tables_params(x) / table_shards[:, None])
@@ -147,10 +147,11 @@ def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]
 
 
 def _whole_gradients_bytes(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Gradients that ZeRO-2 and ZeRO-3 have not reduced yet, beyond their shards of them, shape (n, stages).
+    """Return the bytes of gradients that ZeRO-2 and ZeRO-3 have not reduced yet, beyond their shards, shape (n,
+    stages).
 
-    Adding up until the last micro-batch is done in fp32 (FSDP2's ``to_accumulated_grad_if_needed``). A backward pass in
-    two parts (zero bubble; Qi et al., arXiv 2401.10241) leaves one micro-batch's to the end of the second.
+    Accumulation until the last micro-batch is in fp32 (FSDP2's ``to_accumulated_grad_if_needed``). A backward pass in
+    two parts (zero bubble; Qi et al., arXiv 2401.10241) holds one micro-batch's until the end of the second.
     """
     waits = (x.reduces_last > 0) & (x.num_microbatches > 1)
     splits = (x.pp > 1) & (x.schedule == SCHEDULES.index("zbv"))
@@ -160,12 +161,12 @@ def _whole_gradients_bytes(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 
 def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
-    """Activation bytes that one layer keeps per micro-batch without recompute, shape (n,).
+    """Return the activation bytes that one layer keeps per micro-batch without recompute, shape (n,).
 
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
-    dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two, gated four, three when
-    fused); the scores where attention is materialised (5 bytes an element with dropout, 4 without). Matmuls below 16
-    bits keep their inputs in 8, unless those are cast in every matmul.
+    dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two; gated four, three when
+    fused); the scores if attention materialises them (5 bytes an element with dropout, 4 without). Matmuls below 16
+    bits keep their inputs in 8 bits, unless every matmul casts them.
     """
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
@@ -174,7 +175,7 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
     ffn = inner_width(x)
     inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * ffn) / x.tp
-    # Rows as they go to experts, and as they come back to be weighted.
+    # Rows sent to experts, and rows that return to be weighted.
     inner = inner + (matmul_bytes * ffn + (matmul_bytes + x.compute_bytes) * copied_rows(x) * x.hidden) / x.tp
     scores = (2 * x.compute_bytes + x.dropout) * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
     frozen = x.compute_bytes * ((width + 2 * x.hidden) / x.tp) * (1 - x.trained_share)
@@ -182,7 +183,7 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
 
 
 def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
-    """Activation bytes of all micro-batches in flight, and of the one layer that is recomputed; both (n, stages)."""
+    """Return the activation bytes of all micro-batches in flight, and of one recomputed layer; both (n, stages)."""
     kept = layer_activation_bytes(x, work)
     layer_input = work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0)
     plain_layers = x.stage_layers - x.stage_full
@@ -195,10 +196,10 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes of weights gathered by ZeRO-3, shape (n, stages): the block in use, the one prefetched, and the block's
-    unsharded gradients; or all weights of the rank that stay from one micro-batch to the next."""
+    """Return the bytes of weights gathered by ZeRO-3, shape (n, stages): the current block, the prefetched one, and the
+    current block's unsharded gradients; or all of the rank's weights that stay between micro-batches."""
     block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp) * 3
-    # Where backward passes have two parts, gradients that wait in full are counted; dry runs show not both at once.
+    # With two-part backward passes, waiting full gradients are counted; dry runs never show both at once.
     splits = (x.pp > 1) & (x.schedule == SCHEDULES.index("zbv"))
     stays = np.maximum(x.gathers_once, np.where(splits, 0.0, x.stays_gathered))[:, None]
     blocks = np.maximum(stays * _held_params(x, work, 4), block[:, None])
@@ -207,8 +208,8 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
 
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes of what context-parallel ranks exchange in the backward pass of a layer: gathered keys and values and their
-    gradients; of the ring what is held, comes in, is summed and goes out; queries, keys and values as they come and in
+    """Return the bytes that context-parallel ranks exchange in a layer's backward pass: gathered keys, values and their
+    gradients; for the ring what is held, received, summed and sent; else queries, keys and values as received and in
     order."""
     of_rank = 2 * work.tokens * x.num_kv_heads * x.head_dim / x.tp * x.compute_bytes
     by_heads = 2 * of_rank + 2 * work.tokens * x.num_heads * x.head_dim / x.tp * x.compute_bytes
@@ -217,32 +218,32 @@ def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
 
 
 def _bucket_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes of the reduction buckets of each pipeline rank, at most those of what it reduces."""
+    """Return the bytes of each pipeline rank's reduction buckets, at most those of what it reduces."""
     reduced = _held_params(x, work, 3) * (x.trained_share * x.compute_bytes)[:, None]
     return np.where((x.dp > 1)[:, None], np.minimum(x.bucket_bytes[:, None], reduced), 0.0)
 
 
 def _communicator_bytes(x: CostInputs) -> Array:
-    """Bytes of the communicators of the world and of every axis along which ranks communicate."""
+    """Return the bytes of the communicators of the world and of every parallel axis."""
     degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size)
     return np.asarray(float(COMMUNICATOR_BYTES) * sum((degree > 1).astype(np.float64) for degree in degrees))
 
 
-# ---- What other programs than our own runner keep in device memory: hypotheses that outcomes decide between
+# ---- Device memory of programs other than the built-in runner: hypotheses that outcomes decide between
 
-# What other software may do with device memory, as transformations of the cost model's columns. Each names software
-# that does so.
+# Possible uses of device memory by other software, as transformations of the cost model's columns. Each names software
+# with this behaviour.
 
 
 ZERO_BUCKET_ELEMENTS = 5e8
-"""``reduce_bucket_size`` and ``allgather_bucket_size`` of DeepSpeed's ZeRO, by default."""
+"""``reduce_bucket_size`` and ``allgather_bucket_size`` of DeepSpeed's ZeRO by default, in elements."""
 
 
 def long_gradients(x: CostInputs) -> CostInputs:
-    """Gradients are added up in fp32 in a buffer that lasts from step to step, whatever the weights' format.
+    """Gradients are accumulated in a persistent fp32 buffer, whatever the weights' format.
 
-    Megatron-LM's ``--accumulate-allreduce-grads-in-fp32``, which ``--bf16`` turns on: its ``DistributedDataParallel``
-    allocates one contiguous buffer per data type at the beginning.
+    Megatron-LM's ``--accumulate-allreduce-grads-in-fp32``, enabled by ``--bf16``: its ``DistributedDataParallel``
+    allocates one contiguous buffer per data type at the start.
     """
     return replace(x, gradient_bytes=np.full(len(x), 4.0), keeps_gradients=np.ones(len(x)))
 
@@ -254,9 +255,9 @@ def short_gradients(x: CostInputs) -> CostInputs:
 
 
 def whole_gradients(x: CostInputs) -> CostInputs:
-    """Every rank adds up all of its gradients in a step of several micro-batches, although ZeRO-2 or 3 shards them.
+    """Every rank accumulates all of its gradients over micro-batches, although ZeRO-2 or 3 shards them.
 
-    ``no_sync`` of FSDP; PaddlePaddle's ``GroupShardedStage2`` where gradients are accumulated.
+    ``no_sync`` of FSDP; PaddlePaddle's ``GroupShardedStage2`` with gradient accumulation.
     """
     waits = (x.zero_stage >= 2) & (x.num_microbatches > 1) & (x.reduces_last == 0)
     left = whole_params(x) * (1 - 1 / x.num_shards) * x.gradient_bytes * x.trained_share
@@ -271,7 +272,7 @@ def short_states(x: CostInputs) -> CostInputs:
 
 
 def gathered_logits(x: CostInputs) -> CostInputs:
-    """Logits are gathered over tensor-parallel ranks, each of which computes all of the loss.
+    """Tensor-parallel ranks gather the logits, and each computes the whole loss.
 
     Megatron-LM's ``parallel_output=False``; ``lm_head: colwise_rep`` in the plans of transformers; torchtitan without
     ``enable_loss_parallel``.
@@ -280,13 +281,13 @@ def gathered_logits(x: CostInputs) -> CostInputs:
 
 
 def copied_logits(x: CostInputs) -> CostInputs:
-    """One more fp32 copy of the logits, of what the loss's own gradient takes: ``logits.float()`` beside log-softmax,
-    its gradient and that of the negative log-likelihood (``torch.nn.functional.cross_entropy``, not fused)."""
+    """The loss holds one more fp32 copy of the logits: ``logits.float()`` in addition to log-softmax, its gradient and
+    that of the negative log-likelihood (``torch.nn.functional.cross_entropy``, not fused)."""
     return replace(x, loss_bytes=x.loss_bytes + 4.0)
 
 
 def whole_tables(x: CostInputs) -> CostInputs:
-    """Embedding and head are whole on every tensor-parallel rank, but not the logits.
+    """Embedding and head, but not the logits, are whole on every tensor-parallel rank.
 
     Plans of transformers (``base_model_tp_plan``) divide layers and leave ``embed_tokens`` out.
     """
@@ -294,8 +295,8 @@ def whole_tables(x: CostInputs) -> CostInputs:
 
 
 def kept_gathered_inputs(x: CostInputs) -> CostInputs:
-    """Inputs of matmuls that sequence parallelism gathers are kept as they are multiplied, and not gathered again in
-    the backward pass: autograd of DTensor's ``PrepareModuleInput`` saves what the matmul got."""
+    """Inputs of matmuls gathered by sequence parallelism are kept for the backward pass instead of being gathered
+    again: autograd of DTensor's ``PrepareModuleInput`` saves the matmul's input."""
     return replace(x, keeps_gathered=np.where(x.sequence_parallel > 0, 1.0, x.keeps_gathered))
 
 
@@ -319,31 +320,31 @@ def weights_stay_gathered(x: CostInputs) -> CostInputs:
 
 
 def whole_params(x: CostInputs) -> Array:
-    """Parameters of the pipeline rank that has most, before any sharding over data-parallel ranks, shape (n,)."""
+    """Return the parameters of the fullest pipeline rank, before any data-parallel sharding, shape (n,)."""
     work = work_of(x)
     return np.asarray((layers_params(x, work) + experts_params(x, work) + tables_params(x)).max(axis=1))
 
 
-# Structures of software: hypotheses on what a program keeps in device memory beyond what its layout says.
+# Structures of software: hypotheses on a program's device memory beyond what its layout determines.
 #
-# What our own runner keeps is known. Other programs' gradients may be longer or shorter, their logits gathered, their
-# buffers larger: each *habit* is a transformation of the cost model's columns, a structure is a set of habits, and
-# outcomes decide between structures.
+# The built-in runner's memory is known. Other programs may have longer or shorter gradients, gathered logits or larger
+# buffers. Each *habit* is a transformation of the cost model's columns, a structure is a set of habits, and outcomes
+# decide between structures.
 
 
 Transformation = Callable[[CostInputs], CostInputs]
-"""From the columns of the cost model to those under a hypothesis."""
+"""Function from the cost model's columns to those under a hypothesis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """Something that software may do with memory, and how likely it does before any outcome."""
+    """A possible memory behaviour of software, with its prior probability."""
 
     name: str
     probability: float
     change: Transformation
     rules_out: tuple[str, ...] = ()
-    """Habits that cannot come together with it."""
+    """Habits that exclude it."""
 
 
 HABITS = (
@@ -360,30 +361,30 @@ HABITS = (
     Habit("weights stay gathered", 0.05, weights_stay_gathered),
 )
 MAX_HABITS = 2
-"""Habits that a structure has at most: more of them together are too many to tell apart, and each as unlikely."""
+"""Most habits of a structure: larger sets are unlikely, and too many to distinguish."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A hypothesis on what software keeps, and how likely it is before any outcome."""
+    """A hypothesis on software's memory, with its prior probability."""
 
     name: str
     probability: float = 1.0
     habits: tuple[Habit, ...] = ()
 
     def of(self, x: CostInputs) -> CostInputs:
-        """The columns under this hypothesis."""
+        """Return the columns under this hypothesis."""
         for habit in self.habits:
             x = habit.change(x)
         return x
 
 
 KNOWN = (Structure("as described"),)
-"""The one structure of software whose columns say all that it keeps: our own runner."""
+"""The only structure of the built-in runner, whose columns describe all of its memory."""
 
 
 def structures_of(known: tuple[Habit, ...] = HABITS, most: int = MAX_HABITS) -> Iterator[Structure]:
-    """Every set of up to ``most`` habits that may come together; a set is as likely as its habits and no others are."""
+    """Yield every set of up to ``most`` compatible habits, with the probability of exactly these habits."""
     for number in range(most + 1):
         for chosen in itertools.combinations(known, number):
             if {other for habit in chosen for other in habit.rules_out} & {habit.name for habit in chosen}:
@@ -393,11 +394,11 @@ def structures_of(known: tuple[Habit, ...] = HABITS, most: int = MAX_HABITS) -> 
 
 
 FOREIGN = tuple(structures_of())
-"""Structures for software with unknown memory behaviour: users' training programs."""
+"""Structures of software with unknown memory behaviour: users' training programs."""
 
 
 def apart(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:
-    """The structures that differ on these rows, with their columns; one stands for those that are alike."""
+    """Return the structures that differ on these rows, with their columns; equal ones are merged."""
     found: dict[tuple[str, ...], tuple[Structure, CostInputs]] = {}
     alone = {habit.name: _is_felt(habit, x) for structure in structures for habit in structure.habits}
     for structure in structures:

@@ -1,8 +1,8 @@
-"""The cheapest recompute with which the layers of one pipeline rank fit its memory: the balancer's inner question.
+"""The cheapest recompute that fits the layers of one pipeline rank into its memory: the balancer's inner problem.
 
-Most ranks have one or two chunks and a handful of states. The choices that no other beats in both time and memory are
-then few, and all of them are tried. The others are small integer programs, solved by HiGHS through
-``scipy.optimize.milp``, whose set-up alone takes some 10 ms.
+Most ranks have one or two chunks and a handful of states. Few choices are then not dominated in both time and memory,
+and all of them are tried. Other problems are small integer programs, solved by HiGHS through ``scipy.optimize.milp``,
+whose set-up alone takes about 10 ms.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cluster.cost.work import in_flight_peaks
 from trials.spec import Counts, Recompute, Schedule, SelectiveRecompute
 
 EVENNESS_WEIGHT = 1e-6
-"""Weight, in layer times, of the difference between largest and smallest chunk: decides between equals only."""
+"""Weight of the difference between largest and smallest chunk, in layer times; only a tie-breaker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """One way to treat a layer's activations, with its price."""
+    """One treatment of a layer's activations, with its costs."""
 
     name: str
     activation_bytes: float
@@ -42,43 +42,43 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
-    """The layers and the memory of one pipeline rank. Equal problems have equal answers, whatever the rank."""
+    """The layers and the memory of one pipeline rank. Equal problems have equal answers on any rank."""
 
     states: tuple[LayerState, ...]
     peaks: tuple[tuple[float, ...], ...]
-    """Moments at which memory must suffice: micro-batches in flight per chunk at each of them."""
+    """Micro-batches in flight per chunk, at each moment at which memory must suffice."""
     layer_s: float
     """Seconds of forward and backward of one layer and micro-batch, without recompute."""
     layer_bytes: float
     """Bytes of weights, gradients and optimiser states of one layer."""
     available_bytes: float
-    """Memory for layers: the limit less the rank's fixed part."""
+    """Memory for layers: the limit minus the rank's fixed part."""
     step_layer_bytes: float
-    """Bytes of one layer at the optimiser step, when no activations are held."""
+    """Bytes of one layer at the optimiser step, without activations."""
     step_available_bytes: float
-    """Memory for layers at the optimiser step: the limit less the rank's fixed part then."""
+    """Memory for layers at the optimiser step: the limit minus the rank's fixed part then."""
     min_layers: int
-    """The least that every chunk must have."""
+    """Fewest layers per chunk."""
     max_difference: int
-    """Most layers by which two chunks may differ."""
+    """Largest difference of layers between two chunks."""
     fixed_layers: tuple[int, ...] = ()
-    """Layers per chunk where given."""
+    """Layers per chunk, if fixed."""
     fixed_counts: Counts = ()
-    """``[state][chunk]``: layers of every state but the first, where given."""
+    """``[state][chunk]``: layers of every state except the first, if fixed."""
 
     @property
     def num_chunks(self) -> int:
         return len(self.peaks[0])
 
     def step_excess_bytes(self, num_layers: int) -> float:
-        """Bytes by which the optimiser step exceeds the memory, which no recompute lowers; 0 when it fits."""
+        """Return the bytes by which the optimiser step exceeds memory, whatever the recompute; 0 if it fits."""
         return max(0.0, num_layers * self.step_layer_bytes - self.step_available_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAnswer:
-    """Layers by state and chunk, ``counts[state][chunk]``, with their recompute time per micro-batch, which no choice
-    brings below ``bound_s``."""
+    """Layers by state and chunk, ``counts[state][chunk]``, and their recompute time per micro-batch, with its lower
+    bound ``bound_s``."""
 
     counts: Counts
     recompute_s: float
@@ -86,7 +86,7 @@ class StageAnswer:
 
 
 def solve_stage(problem: StageProblem, num_layers: int, time_limit_s: float) -> StageAnswer | None:
-    """Split ``num_layers`` over chunks and states at the least recompute time; None when they cannot fit.
+    """Split ``num_layers`` over chunks and states with the least recompute time; None if they cannot fit.
 
     Raises:
         TimeoutError: nothing was found within ``time_limit_s``.
@@ -107,7 +107,7 @@ def solve_stage(problem: StageProblem, num_layers: int, time_limit_s: float) -> 
 
 
 def excess_bytes(problem: StageProblem, num_layers: int) -> float:
-    """Bytes by which ``num_layers`` layers exceed the memory at the least; 0 when they fit."""
+    """Return the least bytes by which ``num_layers`` layers exceed memory; 0 if they fit."""
     rows, shape = _constraints(problem, num_layers)
     result = _solve(
         np.eye(shape.num)[shape.excess], rows, shape.upper(num_layers, may_exceed=True), shape.integer, 60.0
@@ -121,7 +121,7 @@ def _dot(a: tuple[float, ...], b: tuple[int, ...]) -> float:
 
 
 def _keep_everything(problem: StageProblem, num_layers: int) -> StageAnswer | None:
-    """The answer without recompute and with even chunks, if that is allowed and fits: nothing can be cheaper."""
+    """Return the answer without recompute and with even chunks, the cheapest possible, if allowed and fitting."""
     v = problem.num_chunks
     layers = problem.fixed_layers or tuple(num_layers // v + (chunk < num_layers % v) for chunk in range(v))
     if problem.fixed_counts or sum(layers) != num_layers or min(layers) < problem.min_layers:
@@ -134,7 +134,7 @@ def _keep_everything(problem: StageProblem, num_layers: int) -> StageAnswer | No
 
 
 MAX_COMBINATIONS = 1 << 18
-"""Combinations of the chunks' choices that are tried one by one; beyond that the integer program is quicker."""
+"""Most combinations of the chunks' choices to enumerate. Beyond it the integer program is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Tried:
 
 
 def _all_tried(problem: StageProblem, num_layers: int) -> _Tried | None:
-    """The best of all choices, exactly; None where there are too many of them, or counts are given."""
+    """Return the best of all choices, exactly; None if there are too many, or counts are fixed."""
     if problem.fixed_counts or (problem.max_difference > 1 and problem.num_chunks > 1 and not problem.fixed_layers):
         return None
     best: tuple[float, float] | None = None
@@ -164,7 +164,7 @@ def _all_tried(problem: StageProblem, num_layers: int) -> _Tried | None:
 
 
 def _chunk_sizes(problem: StageProblem, num_layers: int) -> Iterator[tuple[int, ...]]:
-    """Layers per chunk, in every way that is allowed where chunks differ by one layer at most."""
+    """Yield the layers per chunk in every allowed way if chunks differ by at most one layer."""
     v = problem.num_chunks
     if problem.fixed_layers:
         if sum(problem.fixed_layers) == num_layers:
@@ -180,8 +180,8 @@ def _chunk_sizes(problem: StageProblem, num_layers: int) -> Iterator[tuple[int, 
 def _cheapest(
     problem: StageProblem, states: tuple[LayerState, ...], chunks: list[NDArray[np.int64]], room_bytes: float
 ) -> tuple[tuple[float, float], NDArray[np.int64]] | None:
-    """The fastest combination of the chunks' choices that fits, among equals the one of least memory: time, memory, and
-    counts ``[state, chunk]``."""
+    """Return time, memory and counts ``[state, chunk]`` of the fastest combination of the chunks' choices that fits; of
+    equals, the one with the least memory."""
     seconds = _sums([chunk @ np.array([state.extra_s for state in states]) for chunk in chunks])
     kept = [chunk @ np.array([state.activation_bytes for state in states]) for chunk in chunks]
     held = functools.reduce(
@@ -198,7 +198,7 @@ def _cheapest(
 
 
 def _sums(parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The sum of one entry of every part, for all combinations: an axis per part."""
+    """Return the sums of one entry of each part, for all combinations: an axis per part."""
     total = parts[0]
     for part in parts[1:]:
         total = total[..., None] + part
@@ -214,7 +214,7 @@ def _in_order_of(
 
 
 class _Choices:
-    """Counts per state for a chunk of so many layers: those that no other beats in both recompute time and memory."""
+    """Counts per state for a chunk, without those dominated in both recompute time and memory."""
 
     def __init__(self, states: tuple[LayerState, ...]) -> None:
         self.states = states
@@ -225,11 +225,11 @@ class _Choices:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def of(states: tuple[LayerState, ...]) -> _Choices:
-        """The choices, kept: those of a layer less are what those of a layer more begin with."""
+        """Return the cached choices: those for n layers extend those for n - 1."""
         return _Choices(states)
 
     def of_layers(self, num_layers: int) -> NDArray[np.int64]:
-        """Rows of counts, one column per state."""
+        """Return rows of counts, one column per state."""
         one_layer = np.eye(len(self.states), dtype=np.int64)
         while len(self._of_layers) <= num_layers:
             rows = (self._of_layers[-1][:, None, :] + one_layer).reshape(-1, len(self.states))
@@ -245,7 +245,7 @@ class _Choices:
 
 @dataclass(frozen=True, slots=True)
 class _Variables:
-    """Columns of the integer program: ``counts[state, chunk]``, whether a state is used; then what is not integer:
+    """Columns of the integer program: ``counts[state, chunk]``, and whether a state is used. The rest are not integers:
     transient bytes, excess bytes, smallest and largest chunk."""
 
     num_states: int
@@ -313,7 +313,7 @@ class _Rows:
 def _milp(
     problem: StageProblem, num_layers: int, costs: NDArray[np.float64], evenness_s: float, time_limit_s: float
 ) -> tuple[NDArray[np.int64], float] | None:
-    """Counts ``[state, chunk]`` and a lower bound of their cost; None when no counts fit."""
+    """Return counts ``[state, chunk]`` and a lower bound of their cost; None if no counts fit."""
     rows, shape = _constraints(problem, num_layers)
     objective = np.zeros(shape.num)
     objective[: costs.size] = costs.ravel()
@@ -344,12 +344,12 @@ def _constraints(problem: StageProblem, num_layers: int) -> tuple[_Rows, _Variab
 
 
 def _unit_bytes(problem: StageProblem) -> float:
-    """The unit in which the program counts memory: the tolerances of HiGHS are absolute."""
+    """Return the program's unit of memory: the tolerances of HiGHS are absolute."""
     return max(1.0, abs(problem.available_bytes))
 
 
 def _add_layers(rows: _Rows, shape: _Variables, problem: StageProblem, num_layers: int) -> None:
-    """Add the constraints that every layer has one state, and that chunks are as large as they must be."""
+    """Add the constraints that every layer has one state, and those on chunk sizes."""
     cells = range(shape.num_chunks)
     rows.add({shape.count(k, c): 1.0 for k in range(shape.num_states) for c in cells}, num_layers, num_layers)
     for chunk in cells:
@@ -365,7 +365,7 @@ def _add_layers(rows: _Rows, shape: _Variables, problem: StageProblem, num_layer
 
 
 def _add_memory(rows: _Rows, shape: _Variables, problem: StageProblem, num_layers: int) -> None:
-    """Add the constraints that every moment fits, with room to recompute a layer where any is recomputed."""
+    """Add the constraints that every moment fits, with space to recompute a layer if any is recomputed."""
     states = list(enumerate(problem.states))
     scale = 1.0 / _unit_bytes(problem)
     for moment in problem.peaks:
@@ -389,7 +389,7 @@ def _solve(
     integer: NDArray[np.float64],
     time_limit_s: float,
 ) -> Any:
-    # scipy has no type stubs, and its import is slow beside that of numpy.
+    # scipy has no type stubs, and imports much more slowly than numpy.
     from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped, unused-ignore]
 
     scale = float(np.abs(objective).max()) or 1.0
@@ -406,15 +406,15 @@ def _solve(
 
 
 def as_counts(counts: NDArray[np.int64]) -> Counts:
-    """The array as nested tuples of plain integers."""
+    """Convert the array to nested tuples of plain integers."""
     return tuple(tuple(int(count) for count in row) for row in counts)
 
 
-# Question and answer of the stage balancer, :func:`cluster.cost.balancer.balance`.
+# Problem and solution of the stage balancer, :func:`cluster.cost.balancer.balance`.
 
 
 class DoesNotFitError(ValueError):
-    """No choice of layers and recompute fits. ``stage`` is the rank that is short of ``shortage_bytes``."""
+    """No choice of layers and recompute fits. The rank ``stage`` lacks ``shortage_bytes``."""
 
     def __init__(self, message: str, *, stage: int, shortage_bytes: float) -> None:
         super().__init__(message)
@@ -424,7 +424,7 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceProblem:
-    """A pipeline to balance. Times are seconds per micro-batch, forward and backward; all layers are alike."""
+    """A pipeline to balance. Times are seconds per micro-batch, forward and backward; all layers are equal."""
 
     num_layers: int
     pp: int
@@ -433,7 +433,7 @@ class BalanceProblem:
     num_virtual_stages: int = 1
     layer_s: float
     head_s: float = 0.0
-    """Seconds of final norm, head and loss, which the last virtual stage has in addition to its layers."""
+    """Seconds of final norm, head and loss on the last virtual stage, in addition to its layers."""
     layer_bytes: float
     """Bytes of weights, gradients and optimiser states of a layer on one rank."""
     fixed_bytes: tuple[float, ...]
@@ -444,18 +444,18 @@ class BalanceProblem:
     step_fixed_bytes: tuple[float, ...] = ()
     """Bytes per rank at the optimiser step that do not depend on its layers. Empty: none."""
     counts_chunks_alike: bool = False
-    """True: memory must also suffice if every chunk of a rank had the mean of their micro-batches in flight, which is
-    how the cost model counts."""
+    """True: memory must also suffice if every chunk of a rank had their mean number of micro-batches in flight, as in
+    the cost model."""
     states: tuple[LayerState, ...]
-    """From keeping everything to keeping the least: each state recomputes what its predecessor does, and more."""
+    """From keeping everything to keeping the least: each state recomputes more than its predecessor."""
     min_layers: int = 1
-    """The least that every chunk must have."""
+    """Fewest layers per chunk."""
     max_chunk_difference: int = 1
-    """Most layers by which a rank's chunks may differ: the interleaved schedule runs in step only with like chunks."""
+    """Largest difference of layers between a rank's chunks: interleaving stays in step only with similar chunks."""
     stage_layers: Counts = ()
-    """Layers, where given: then only recompute is chosen."""
+    """Fixed layers; only recompute is then chosen."""
     state_counts: tuple[Counts, ...] = ()
-    """Layers of every state but the first, where given: then only the split of layers is chosen."""
+    """Fixed layers of every state except the first; only the split of layers is then chosen."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -486,68 +486,68 @@ class BalanceProblem:
 
     @property
     def edge_s(self) -> tuple[float, ...]:
-        """Seconds per micro-batch of each rank beyond its layers: those of the head, on the rank that has it."""
+        """Seconds per micro-batch of each rank in addition to its layers: the head's, on its rank."""
         seconds = [0.0] * self.pp
         seconds[0 if self.schedule == "zbv" else -1] = self.head_s
         return tuple(seconds)
 
     def step_s(self, stage_s: NDArray[np.float64]) -> float:
-        """Step time from the seconds per micro-batch of every rank."""
+        """Return the step time from the seconds per micro-batch of every rank."""
         slowest = float(stage_s.max())
         return self.num_microbatches * slowest + (float(stage_s.sum()) - slowest) * self.bubble_share
 
     def moments(self, stage: int) -> tuple[tuple[float, ...], ...]:
-        """Micro-batches in flight per chunk of a rank, at every moment that its memory has to survive."""
+        """Return the micro-batches in flight per chunk of a rank, at every moment at which memory must suffice."""
         pp, v, m = self.pp, self.num_virtual_stages, self.num_microbatches
         peaks = in_flight_peaks(self.schedule, pp=pp, num_virtual_stages=v, num_microbatches=m)[stage]
         mean = (max(map(sum, peaks)) / v,) * v
         return (*peaks, mean) if self.counts_chunks_alike and v > 1 else peaks
 
     def step_bytes(self, stage: int, num_layers: int) -> float:
-        """Bytes of a rank at the optimiser step."""
+        """Return a rank's bytes at the optimiser step."""
         fixed = self.step_fixed_bytes[stage] if self.step_fixed_bytes else 0.0
         return fixed + num_layers * self.step_layer_bytes
 
     @property
     def bubble_share(self) -> float:
-        """Share of the other ranks' time for which a rank waits while the pipeline fills and drains."""
+        """Waiting of a rank while the pipeline fills and drains, as a share of the other ranks' time."""
         return 0.0 if self.schedule == "zbv" else 1.0 / self.num_virtual_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The best split and where its step time goes: the four terms sum to ``step_s``."""
+    """The best split and the terms of its step time: the four terms sum to ``step_s``."""
 
     stage_layers: Counts
     """``[chunk][stage]``."""
     state_counts: dict[str, Counts]
-    """Layers by state, the first state included; they sum to ``stage_layers``."""
+    """Layers by state, including the first; they sum to ``stage_layers``."""
     stage_s: tuple[float, ...]
     """Seconds per micro-batch of every rank."""
     step_s: float
     ideal_s: float
     """Seconds with all ranks equally busy, nothing recomputed and no bubble."""
     recompute_s: float
-    """Seconds of recomputation, the mean over ranks."""
+    """Seconds of recomputation, mean over ranks."""
     imbalance_s: float
     """Seconds by which the slowest rank exceeds the mean."""
     bubble_s: float
     """Seconds to fill and drain the pipeline."""
     bound_s: float
-    """A step time that no split can beat."""
+    """Lower bound of the step time of any split."""
     peak_bytes: tuple[float, ...]
     recompute: Recompute
     offset: Counts
-    """``stage_layers`` as MindFormers spells it: differences from ``num_layers // (pp * v)``."""
+    """``stage_layers`` in MindFormers' form: differences from ``num_layers // (pp * v)``."""
 
     @property
     def gap(self) -> float:
-        """How far, relatively, the step may be from the best: 0 unless the time limit cut the search short."""
+        """Largest relative distance of the step from the optimum: 0 unless the time limit ended the search."""
         return max(0.0, 1.0 - self.bound_s / self.step_s)
 
     @property
     def step_terms_s(self) -> dict[str, float]:
-        """The terms that sum to ``step_s``."""
+        """Return the terms that sum to ``step_s``."""
         return {
             "ideal": self.ideal_s,
             "imbalance": self.imbalance_s,
@@ -598,7 +598,7 @@ def explain(problem: BalanceProblem, answers: list[StageAnswer], bound_s: float)
 
 
 def _peak_bytes(p: BalanceProblem, counts: NDArray[np.int64]) -> tuple[float, ...]:
-    """Peak bytes of each rank: its worst moment, while its largest layer is recomputed, or the optimiser step."""
+    """Return the peak bytes of each rank: its worst moment while its largest layer is recomputed, or the step."""
     kept = np.array([state.activation_bytes for state in p.states]) @ counts.transpose(1, 0, 2)  # [chunk, stage]
     used = counts.sum(axis=1) > 0
     again = np.array([state.transient_bytes for state in p.states])[:, None] * used
@@ -614,7 +614,7 @@ def _peak_bytes(p: BalanceProblem, counts: NDArray[np.int64]) -> tuple[float, ..
 
 
 def _recompute(states: tuple[LayerState, ...], counts: NDArray[np.int64]) -> Recompute:
-    """The recompute that these counts of states mean. The heaviest states take the first layers of each chunk."""
+    """Return the recompute for these counts of states. The heaviest states take the first layers of each chunk."""
 
     def layers_in(chosen: list[bool]) -> Counts:
         total = counts[np.array(chosen)].sum(axis=0)

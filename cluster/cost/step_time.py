@@ -12,70 +12,70 @@ from cluster.cost.peak_memory import layer_activation_bytes
 from cluster.cost.work import Work, exchanged_bytes, is_first, is_last, pipeline_seconds, rows_per_expert
 
 REFERENCE_PEAK_FLOPS_PER_S = 312e12
-"""Peak of the device (A100, 16 bits) for which ``matmul_efficiency`` is stated."""
+"""Peak of the reference device of ``matmul_efficiency`` (A100, 16 bits)."""
 COMPILED_TRAFFIC_SHARE = 0.75
-"""Share of a layer's element-wise traffic that is left when it is compiled: norms fused with additions, rotation and
-gating in one pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
+"""Share of a layer's element-wise traffic left after compiling: norms fused with additions, rotation and gating in one
+pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
 
 
 TILE = 128 * 256
-"""Elements of a matmul's result that a unit works out at a time (NVIDIA, Matrix Multiplication Background User's Guide,
+"""Elements of a matmul's result that a unit computes at a time (NVIDIA, Matrix Multiplication Background User's Guide,
 section 3)."""
 NUM_UNITS = 128
 """Units of a device, between the 108 multiprocessors of an A100 and the 148 of a B200."""
 CORE_TILE = 64 * 64
-"""Elements of a matmul's result that a processor's core works out at a time: a block that fits its nearest caches
-(Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication)."""
+"""Elements of a matmul's result that a CPU core computes at a time: a block that fits its nearest caches (Goto and van
+de Geijn, Anatomy of High-Performance Matrix Multiplication)."""
 CORE_SHARE = 0.1
-"""What short products and few keys cost a core relative to an accelerator's unit: its pipelines are that much shorter.
-By order of magnitude, some ten instructions in flight against hundreds of cycles to fill shared memory."""
+"""Cost of short products and few keys on a core relative to an accelerator's unit, whose pipelines are longer. By order
+of magnitude: about ten instructions in flight against hundreds of cycles to fill shared memory."""
 HALF_SEQUENCE = 1000.0
-"""Keys of a rank at which fused attention is half as efficient as with many: causal forward and backward passes on an
-A100 rise that way from 512 to 16,384 tokens (Dao, arXiv 2307.08691, figure 5)."""
+"""Keys per rank at which fused attention is half as efficient as with many. Causal forward and backward passes on an
+A100 rise accordingly from 512 to 16,384 tokens (Dao, arXiv 2307.08691, figure 5)."""
 HALF_HEAD = 32.0
-"""Elements of a head at which fused attention is half as efficient as with many: those of 64 reach some 0.8 of what
-those of 128 do (the same figure; Shah et al., arXiv 2407.08608, figure 5)."""
+"""Elements of a head at which fused attention is half as efficient as with many. Heads of 64 reach about 0.8 of those
+of 128 (the same figure; Shah et al., arXiv 2407.08608, figure 5)."""
 AGED_SHARE = 0.6
-"""What fused attention of an older generation reaches: FlashAttention-2 some 340 TFLOP/s forward and backward on an
-H100, cuDNN and FlashAttention-3 some 570 (Shah et al., arXiv 2407.08608, figures 5 and 6)."""
+"""Relative speed of an older generation's fused attention: FlashAttention-2 reaches about 340 TFLOP/s forward and
+backward on an H100, cuDNN and FlashAttention-3 about 570 (Shah et al., arXiv 2407.08608, figures 5 and 6)."""
 REFERENCE_HEAD = 128.0
-"""Elements of the heads for which ``attention_efficiency`` is stated."""
+"""Elements of a head of the reference for ``attention_efficiency``."""
 
 
 def matmul_flops_per_s(
     k: Coefficients, *, peak: Array, base: Array, rows: Array, columns: Array, depth: Array, on_cores: Array | bool
 ) -> Array:
-    """FLOPs per second that matmuls reach, shape (n,).
+    """Return the FLOPs per second that matmuls reach, shape (n,).
 
-    The result is worked out in tiles, as many at a time as there are units: the fewer there are, the more units wait in
-    the last wave and for each other. Short products hardly cover the time to begin and end a tile.
+    The result is computed in tiles, as many at a time as there are units. The fewer tiles, the more units wait in the
+    last wave and for each other. Short products hardly cover the time to begin and end a tile.
 
     Args:
         peak: FLOPs per second of the data sheet in the matmuls' number format.
-        base: the same in 16 bits, for fp32 in 32.
+        base: the same in 16 bits; for fp32, in 32.
         rows: rows of the result.
         columns: columns of the result.
-        depth: length of the products that are added up for each element.
-        on_cores: 1 where the device is a processor's core: one unit of small tiles.
+        depth: length of the products that are summed for each element.
+        on_cores: 1 if the device is a CPU core: one unit of small tiles.
     """
     return np.asarray(_large_flops_per_s(k, peak, base) / _slowness(k, rows, columns, depth, on_cores))
 
 
 def _large_flops_per_s(k: Coefficients, peak: Array, base: Array) -> Array:
-    """FLOPs per second of matmuls that are large in every direction."""
+    """Return the FLOPs per second of matmuls that are large in every dimension."""
     sustained = base * np.maximum(1.0, 1 + k["low_precision_gain"] * (peak / base - 1))
     return np.asarray(sustained * k["matmul_efficiency"] * (base / REFERENCE_PEAK_FLOPS_PER_S) ** -k["peak_exponent"])
 
 
 def _slowness(k: Coefficients, rows: Array, columns: Array, depth: Array, on_cores: Array | bool) -> Array:
-    """How much longer a matmul takes per FLOP than a large one."""
+    """Return a matmul's time per FLOP relative to a large one."""
     per_wave = np.where(np.asarray(on_cores) > 0, CORE_TILE, TILE * NUM_UNITS) * k["half_waves"]
     half_depth = np.where(np.asarray(on_cores) > 0, CORE_SHARE, 1.0) * k["half_depth"]
     return np.asarray((1 + per_wave / (rows * columns)) * (1 + half_depth / depth))
 
 
 def layer_flops_per_s(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """FLOPs per second that the matmuls of a layer reach together, but for those of routed experts."""
+    """Return the FLOPs per second that a layer's matmuls reach together, without routed experts."""
     width, kv_width = x.num_heads * x.head_dim / x.tp, x.num_kv_heads * x.head_dim / x.tp
     inner = np.maximum(1.0, (x.ffn * (1 - x.expert_share) + x.shared_ffn * x.expert_share) / x.tp)
     rows = work.tokens / x.num_copies
@@ -85,11 +85,11 @@ def layer_flops_per_s(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 
 def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
-    """FLOPs per second that attention reaches where a layer's matmuls reach ``rate`` in 16 bits.
+    """Return the FLOPs per second that attention reaches if a layer's matmuls reach ``rate`` in 16 bits.
 
-    Fused kernels are the less efficient the fewer keys and the smaller heads there are; a ring's ranks see the keys of
-    one rank at a time. Matrices whose rows are no multiple of 16 bytes miss the fast paths (NVIDIA, Matrix
-    Multiplication Background User's Guide, section 2), unless fused kernels pad them.
+    Fused kernels are less efficient with fewer keys and smaller heads. A ring's ranks see the keys of one rank at a
+    time. Matrices with rows not a multiple of 16 bytes miss the fast paths (NVIDIA, Matrix Multiplication Background
+    User's Guide, section 2), unless fused kernels pad them.
     """
     keys = x.seq_length / np.where(x.cp_method == CP_METHODS.index("ring"), x.cp, 1.0)
     by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
@@ -100,8 +100,8 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
 
 
 def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tuple[Array, Array]:
-    """Seconds of forward and backward pass of one layer on the device, without communication. ``rate``: FLOPs per
-    second of its matmuls."""
+    """Return the seconds of forward and backward pass of one layer on the device, without communication. ``rate``:
+    FLOPs per second of its matmuls."""
     attention = work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     matmul = (
@@ -118,12 +118,12 @@ def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tu
 
 
 def low_precision_gain(x: CostInputs, k: Coefficients) -> Array:
-    """How much faster matmuls are than in 16 bits."""
+    """Return the speed-up of matmuls over 16 bits."""
     return np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
 
 
 def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of the matmuls of a layer's routed experts, forward: each multiplies the rows that were sent to it."""
+    """Return the seconds of the forward matmuls of a layer's routed experts: each multiplies the rows it received."""
     peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
     width = np.maximum(x.expert_ffn, 1.0) / x.tp
     flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=base, rows=rows, on_cores=x.on_cores)
@@ -134,8 +134,8 @@ def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 
 def _cast_bytes(x: CostInputs, work: Work) -> Array:
-    """Bytes read and written to make 8-bit operands of one layer's forward pass: inputs in 16 bits and weights in their
-    own type, each read for its largest element and again to be cast."""
+    """Return the bytes read and written to make the 8-bit operands of one layer's forward pass: 16-bit inputs, and
+    weights in their own type, each read once for the maximum and once for the cast."""
     inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
     return np.asarray(
         x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp)
@@ -143,9 +143,9 @@ def _cast_bytes(x: CostInputs, work: Work) -> Array:
 
 
 def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of head and loss, forward and backward; in chunks, the logits are computed again.
+    """Return the seconds of head and loss, forward and backward. In chunks, the logits are computed twice.
 
-    A vocabulary split by tp is padded first, hence aligned.
+    A vocabulary split by tp is padded first, and hence aligned.
     """
     peak = np.where(x.casts_operands > 0, x.base_flops_per_s, x.peak_flops_per_s)
     rows = work.tokens / x.loss_chunks
@@ -158,12 +158,12 @@ def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     return np.asarray(matmuls * work.head_flops / rate + work.head_bytes / bandwidth)
 
 
-# Bandwidths that collectives reach, the time of a ring, and what of a transfer computation hides.
+# Bandwidths that collectives reach, the time of a ring, and the exposed part of a transfer.
 
 
 NETWORK_HOP = 4.0
-"""How much longer a ring's turn takes over the network than inside a domain: 14 us against 3.4 us (NCCL 2.x,
-``hwLat`` of the simple protocol in ``src/graph/tuning.cc``)."""
+"""Time of a ring's turn over the network relative to one inside a domain: 14 us against 3.4 us (NCCL 2.x, ``hwLat`` of
+the simple protocol in ``src/graph/tuning.cc``)."""
 
 
 def link_rate(x: CostInputs, k: Coefficients) -> Array:
@@ -175,21 +175,21 @@ def network_rate(x: CostInputs, k: Coefficients) -> Array:
 
 
 def neighbour_rate(x: CostInputs, k: Coefficients) -> Array:
-    """Bandwidth between neighbouring pipeline ranks, the outermost axis."""
+    """Return the bandwidth between neighbouring pipeline ranks, the outermost axis."""
     inside = x.world_size <= x.domain_size
     return np.where(inside, link_rate(x, k), network_rate(x, k))
 
 
 def _reached(efficiency: Array | float) -> Array | float:
-    """Share of a bandwidth that is reached: never all of it, whatever the coefficient."""
+    """Return the share of a bandwidth that is reached: always below 1, whatever the coefficient."""
     return efficiency / (1 + efficiency**4) ** 0.25
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
-    """Seconds of an all-reduce over ``degree`` ranks that lie ``apart`` ranks from each other.
+    """Return the seconds of an all-reduce over ``degree`` ranks that are ``apart`` ranks from each other.
 
-    Inside the fast domain the members reduce first; each then carries its share over the
-    network (hierarchical all-reduce), so members in a domain share their network ports' bandwidth.
+    Members inside a fast domain reduce first; each then carries its share over the network (hierarchical all-reduce).
+    So members in a domain share their network ports' bandwidth.
     """
     per_domain = np.clip(np.floor(x.domain_size / apart), 1, degree)
     domains = degree / per_domain
@@ -199,7 +199,7 @@ def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: A
 
 
 def turn_seconds(x: CostInputs, k: Coefficients, degree: Array, apart: Array) -> Array:
-    """Seconds of a ring's turns, whatever it carries: a gathering or scattering goes once past every other rank.
+    """Return the seconds of a ring's turns without payload: a gather or scatter passes every other rank once.
 
     A turn into another domain takes ``NETWORK_HOP`` times as long as one inside.
     """
@@ -209,38 +209,38 @@ def turn_seconds(x: CostInputs, k: Coefficients, degree: Array, apart: Array) ->
 
 
 def exposed(transfer: Array, hiding: Array, k: Coefficients) -> Array:
-    """What a transfer behind ``hiding`` seconds of computation costs: what sticks out, and what computation loses to
-    the rest of it, which takes memory bandwidth and cores from it."""
+    """Return the cost of a transfer behind ``hiding`` seconds of computation: the exposed part, and the slowdown of
+    computation by the rest, which takes memory bandwidth and cores."""
     out = beyond(transfer, hiding)
     slowdown = np.reshape(k["overlap_slowdown"], (-1, *[1] * (transfer.ndim - 1)))
     return np.asarray(out + slowdown * (transfer - out))
 
 
 def beyond(transfer: Array, hiding: Array) -> Array:
-    """The part of a transfer that is not hidden, smoothly: a little even where hiding time abounds."""
+    """Return the exposed part of a transfer, smoothly: slightly positive even with ample time to hide it."""
     excess = transfer - hiding
     return np.asarray((excess + np.sqrt(excess**2 + 0.04 * transfer * hiding)) / 2)
 
 
 def rounded_max(a: Array, b: Array) -> Array:
-    """Maximum with a rounded corner: device and host wait for each other now and then."""
+    """Return a smooth maximum: device and host occasionally wait for each other."""
     return np.asarray((a**4 + b**4) ** 0.25)
 
 
-# Seconds of communication that computation does not hide: between ranks along every axis, and with the host.
+# Seconds of exposed communication: between ranks along every axis, and with the host.
 
 
 PARTS = 4
-"""Parts in which a matmul hides its collective: Transformer Engine's pipelined kernels, and some ranks' rings."""
+"""Parts of a matmul that hides its collective: Transformer Engine's pipelined kernels, and rings of some ranks."""
 HOST_LINK_SHARE = 0.8
-"""Share of the host link's bandwidth that large copies from and to page-locked memory reach; an assumption."""
+"""Share of the host link's bandwidth reached by large copies of page-locked memory; an assumption."""
 
 
 def collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, rate: Array) -> Array:
-    """Seconds of tensor-parallel communication per layer and pass: two all-reduces, or gather and scatter of that
-    volume. ``rate``: FLOPs per second of the layer's matmuls; so below.
+    """Return the seconds of tensor-parallel communication per layer and pass: two all-reduces, or gather and scatter of
+    that volume. ``rate`` here and below: FLOPs per second of the layer's matmuls.
 
-    In parts it hides behind the layer's matmuls, but for one part of each. With two copies one half's communication
+    In parts, it hides behind the layer's matmuls, except one part of each. With two copies, one half's communication
     hides behind the other half's computation.
     """
     latency = x.num_copies * k["collective_latency_s"]
@@ -253,27 +253,28 @@ def collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Arra
 
 
 def backward_collective_seconds(x: CostInputs, work: Work, k: Coefficients, collectives: Array, rate: Array) -> Array:
-    """Those of ``collectives``, a layer's in one pass, that stick out of its backward pass.
+    """Return the part of ``collectives``, a layer's in one pass, that its backward pass does not hide.
 
-    The sums of the gradients of two projections' inputs run while those of their weights are computed (Shoeybi et al.,
-    arXiv 1909.08053): all of the volume, with sequence parallelism half, as the gathers before them wait. Those
-    projections, into attention and feed-forward, are some two thirds of a layer's matmuls.
+    The sums of two projections' input gradients run while their weight gradients are computed (Shoeybi et al., arXiv
+    1909.08053): all of the volume; with sequence parallelism half, as the gathers before them wait. Those projections,
+    into attention and feed-forward, are about two thirds of a layer's matmuls.
     """
     share = np.where(x.sequence_parallel > 0, 0.5, 1.0)
     weights = 2 / 3 * x.trained_share * work.matmul_flops / rate
     sums = exposed(share * collectives, k["gather_overlap"] * weights, k)
-    # Two copies hide behind each other already.
+    # Two copies already hide behind each other.
     hides = (x.hides_sums > 0) & (x.num_copies == 1) & (x.tp > 1)
     return np.where(hides, (1 - share) * collectives + sums, collectives)
 
 
 def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> Array:
-    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide.
+    """Return the seconds of context-parallel communication per layer, forward and backward, that attention does not
+    hide.
 
-    Round a ring keys and values go twice and the sums of their gradients once, one step while attention computes the
-    one before (Liu et al., arXiv 2310.01889). Gathered they come twice, behind a rank's attention to its own part;
-    their gradients are scattered when it is done (``trials/parallel/context.py``). Heads are exchanged before
-    attention and after it, in both passes (Jacobs et al., arXiv 2309.14509).
+    In a ring, keys and values go round twice and the sums of their gradients once, each step during the attention of
+    the previous one (Liu et al., arXiv 2310.01889). With gathering, they arrive twice, behind a rank's attention to its
+    own part; their gradients are scattered afterwards (``trials/parallel/context.py``). Heads are exchanged before and
+    after attention, in both passes (Jacobs et al., arXiv 2309.14509).
     """
     inside = x.tp * x.cp <= x.domain_size
     bandwidth = np.where(inside, link_rate(x, k), network_rate(x, k))
@@ -287,17 +288,17 @@ def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) ->
 
 
 def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds per layer and micro-batch in which tokens travel to their experts and back, forward and backward."""
+    """Return the seconds per layer and micro-batch to send tokens to their experts and back, forward and backward."""
     inside, beyond = exchanged_bytes(x, work.tokens)
     once = inside / link_rate(x, k) + beyond / network_rate(x, k) + k["collective_latency_s"]
     return np.where((x.ep > 1) & (x.expert_share > 0), 4 * once, 0.0)
 
 
 def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """Seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
+    """Return the seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
 
-    Weights are gathered before the forward and before the backward pass, or once for the whole step; gradients are
-    reduce-scattered, after every micro-batch or once. Experts are, among those who hold the same.
+    Weights are gathered before the forward and the backward pass, or once per step. Gradients are reduce-scattered
+    after every micro-batch, or once. For experts, this happens among the ranks that hold the same ones.
     """
     once = ring_seconds(x, k, (work.layer_params + 4 * x.hidden) / x.tp, x.num_shards, x.tp) / 2
     shards = expert_shards_of(x)
@@ -312,7 +313,7 @@ def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, b
 
 
 def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """Seconds to gather and scatter an embedding or head that is sharded on its own, behind a layer's computation."""
+    """Return the seconds to gather and scatter a separately sharded embedding or head behind a layer's computation."""
     once = ring_seconds(x, k, x.vocab * x.hidden / x.tp, x.dp * x.cp, x.tp) / 2
     transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
     sharded = (x.shard_embedding > 0) & (x.zero_stage < 3)
@@ -320,11 +321,11 @@ def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Arra
 
 
 def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Array) -> Array:
-    """Gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights' gathering, behind
-    the next forward pass where software does so.
+    """Return the seconds of gradient reduction that backward does not hide and, after the optimiser of ZeRO-1 or 2, of
+    gathering its new weights, which some software hides behind the next forward pass.
 
-    Those who share states scatter gradients among each other and gather weights, so that both together send what an
-    all-reduce does (Rajbhandari et al., arXiv 1910.02054); ZeRO-2 scatters those of every micro-batch, unless it waits.
+    Ranks that share states scatter gradients among each other and gather weights; both together send as much as an
+    all-reduce (Rajbhandari et al., arXiv 1910.02054). ZeRO-2 scatters every micro-batch's gradients, unless it waits.
     Replicas of a shard reduce it once. ``backward``: seconds of the slowest rank's backward pass, which hides the last.
     """
     params = busiest_params(x, work) * x.trained_share
@@ -347,9 +348,9 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Arra
 
 
 def transfer_seconds(x: CostInputs, work: Work, k: Coefficients, busy: Array) -> Array:
-    """Seconds of pipeline transfers: activations and gradients of every micro-batch and chunk.
+    """Return the seconds of pipeline transfers: activations and gradients of every micro-batch and chunk.
 
-    With several chunks software may hide them behind half of what the slowest rank computes (``busy``), but for those
+    With several chunks, software may hide them behind half of the slowest rank's computation (``busy``), except those
     that fill and drain the pipeline (Narayanan et al., arXiv 2104.04473, section 4.1).
     """
     once = 2 * (work.pp_bytes / neighbour_rate(x, k) + k["transfer_latency_s"])
@@ -360,28 +361,28 @@ def transfer_seconds(x: CostInputs, work: Work, k: Coefficients, busy: Array) ->
 
 
 def busiest_params(x: CostInputs, work: Work) -> Array:
-    """Parameters of the fullest pipeline rank but for routed experts, divided by tp."""
+    """Return the parameters of the fullest pipeline rank without routed experts, divided by tp."""
     layers = np.max(x.stage_layers, axis=1) * (work.layer_params + 4 * x.hidden)
     tables = np.where((x.pp == 1) & (x.tied == 0), 2.0, 1.0) * x.vocab * x.hidden * (1 - x.shard_embedding)
     return np.asarray((layers + tables) / x.tp)
 
 
 def expert_shards_of(x: CostInputs) -> Array:
-    """Ranks over which ZeRO shards a routed expert."""
+    """Return the number of ranks over which ZeRO shards a routed expert."""
     return np.maximum(1.0, x.num_shards / x.ep)
 
 
 def busiest_experts(x: CostInputs, work: Work) -> tuple[Array, Array, Array]:
-    """Trained parameters of routed experts on the fullest pipeline rank, divided by tp; over how many ranks ZeRO shards
-    them, and replicas of such a shard: peers that hold other experts have nothing of these."""
+    """Return the trained parameters of routed experts on the fullest pipeline rank, divided by tp; the number of ranks
+    over which ZeRO shards them; and the replicas of such a shard. Peers with other experts do not share these."""
     params = np.max(x.stage_layers, axis=1) * work.expert_params / x.tp * x.trained_share
     shards = expert_shards_of(x)
     return params, shards, np.maximum(1.0, x.dp * x.cp / x.ep / shards)
 
 
 def host_copy_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """Seconds per micro-batch and pipeline rank that copies of activations stick out behind computation: of what a
-    layer keeps, out in its forward pass and back in the backward pass of the layer after it."""
+    """Return the exposed seconds of activation copies per micro-batch and pipeline rank: a layer's kept activations go
+    out in its forward pass and return in the backward pass of the layer after it."""
     full = (work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0))[:, None]
     kept = layer_activation_bytes(x, work)[:, None] * (1 - x.stage_dropped)
     seconds = 1 / (x.host_bytes_per_s * HOST_LINK_SHARE)[:, None]
@@ -396,17 +397,16 @@ def _both_ways(transfer: Array, forward: Array, backward: Array, k: Coefficients
 
 # Seconds of one optimiser step, as named terms that sum to it.
 #
-# A layer's pass costs the device FLOPs / (peak x efficiency) + bytes / bandwidth, and the host a fixed launch time;
-# whichever is longer counts (rounded where both are alike); on a processor's cores, which launch what they compute,
-# both count. Collectives cost latency + bytes / bandwidth. The pipeline (``pipeline.py``) turns the stages' times into
-# that of the step.
+# A layer's pass costs the device FLOPs / (peak x efficiency) + bytes / bandwidth, and the host a fixed launch time. The
+# longer of the two counts (rounded if they are close). On CPU cores, which launch what they compute, both count.
+# Collectives cost latency + bytes / bandwidth. The pipeline turns the stages' times into that of the step.
 
 
 COMPILED_LAUNCH_SHARE = 0.35
-"""Share of a layer's host time that is left when it is compiled."""
+"""Share of a layer's host time left after compiling."""
 HOST_UPDATES_PER_S = 4e9
-"""Parameters that the processors of a host update in a second, for all its devices together: CPU-Adam takes 0.24 s for
-1e9 on two Xeons with 24 cores (ZeRO-Offload, Ren et al., arXiv 2101.06840, table 4); memory bandwidth bounds it."""
+"""Parameters that a host's processors update per second, for all its devices together. CPU-Adam takes 0.24 s for 1e9 on
+two Xeons with 24 cores (ZeRO-Offload, Ren et al., arXiv 2101.06840, table 4); memory bandwidth is the limit."""
 TIME_TERMS = (
     "forward",
     "backward",
@@ -438,7 +438,7 @@ class StageTimes:
 
 
 def step_seconds(x: CostInputs, work: Work, coefficients: Coefficients) -> dict[str, Array]:
-    """Terms of the step time by name (``TIME_TERMS``), each of shape (n,), summing to the step."""
+    """Return the terms of the step time by name (``TIME_TERMS``), each of shape (n,); their sum is the step."""
     k = coefficients
     stages = stage_seconds(x, work, k)
     total = stages.total
@@ -459,7 +459,7 @@ def step_seconds(x: CostInputs, work: Work, coefficients: Coefficients) -> dict[
 
 
 def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
-    """Times of one micro-batch on each pipeline rank, forward and backward."""
+    """Return the times of one micro-batch on each pipeline rank, forward and backward."""
     rate = layer_flops_per_s(x, work, k)
     forward, backward = layer_seconds(x, work, k, rate)
     collectives = collective_seconds(x, work, k, forward, rate)
@@ -494,8 +494,8 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
 
 
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds to read and write weights, gradients and optimiser states; on the host, of the slowest of its processors
-    and the copies of gradients out and of weights back, which run at the same time."""
+    """Return the seconds to read and write weights, gradients and optimiser states. On the host, the slowest counts of
+    its processors and the concurrent copies of gradients out and of weights back."""
     experts, expert_shards, _ = busiest_experts(x, work)
     owned = busiest_params(x, work) * x.trained_share / x.num_shards + experts / expert_shards
     per_param = 2 * (x.optimizer_bytes + x.weight_bytes) + 2 * x.gradient_bytes
@@ -506,7 +506,7 @@ def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 
 def data_seconds(x: CostInputs, k: Coefficients, busy: Array) -> Array:
-    """Seconds of waiting for data: ranks share the storage, and only loading processes read while the step runs
+    """Return the seconds of waiting for data: ranks share the storage, and only loading processes read during the step
     (``busy``)."""
     reading = x.num_reads * k["read_s"]
     return x.data_wait_s + np.where(x.reads_ahead > 0, beyond(reading, busy), reading)

@@ -1,7 +1,7 @@
-"""What knobs usually do to a training program of which nothing is known: effects with their spread and source.
+"""Usual effects of knobs on an unknown training program: effects with their spread and source.
 
-``knobs`` describes candidates by numbers, ``effects`` lists how far each usually goes, ``step`` and ``memory`` put
-them together. Everything is relative: how fast a program is, its first trial tells.
+:class:`KnobColumns` describes candidates by numbers, ``EFFECTS`` lists the usual size of each effect, ``relative_step``
+and ``relative_peak`` combine them. Everything is relative: the first trial shows the program's speed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from cluster.cost.inputs import Array
 from cluster.hardware.topology import Accelerator
 from trials.spec import Candidate, CustomChoice, Workload
 
-# How far knobs usually go: normal distributions with their sources, and draws from all of them together.
+# Usual sizes of effects: normal distributions with their sources, and joint draws from all of them.
 #
 # Effects are natural logarithms of a factor on time, or of a share of the baseline's computing time. They are wide on
-# purpose: a trial tells more of a program than all that is known of others.
+# purpose: one trial shows more about a program than everything known of others.
 
 
 NUM_DRAWS = 128
-"""Programs drawn: together they have exactly the mean and covariance of the effects."""
+"""Number of drawn programs. Together they have exactly the mean and covariance of the effects."""
 HAS_UNITS = 1.5
-"""Ratio of 16-bit to 32-bit peaks from which on a device has units of its own for 16 bits."""
+"""Least ratio of 16-bit to 32-bit peaks of a device with 16-bit units."""
 
 Kind = Literal["accelerator", "accelerator_without_units", "cpu"]
 Draw = Mapping[str, Array]
@@ -37,17 +37,16 @@ Draw = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """An effect on accelerators and on CPUs: mean and standard deviation of each, and where they come from."""
+    """An effect on accelerators and on CPUs: mean and standard deviation of each."""
 
     name: str
     mean: float
     std: float
     cpu_mean: float
     cpu_std: float
-    source: str
 
     def on(self, kind: Kind) -> tuple[float, float]:
-        """Mean and standard deviation on a kind of device."""
+        """Return mean and standard deviation on a kind of device."""
         if kind == "accelerator_without_units" and self.name in _NEEDS_UNITS:
             return self.cpu_mean, self.cpu_std
         return (self.cpu_mean, self.cpu_std) if kind == "cpu" else (self.mean, self.std)
@@ -56,206 +55,90 @@ class Effect:
 _NEEDS_UNITS = ("low_precision", "low_weights", "eight_bits", "fast_fp32", "channels_last_low")
 
 EFFECTS: tuple[Effect, ...] = (
-    Effect(
-        "half_batch",
-        np.log(0.25),
-        1.5,
-        np.log(0.06),
-        1.3,
-        "Samples at which launches and idle units take as long as computing, as a share of the baseline's micro-batch: "
-        "t(b) = b + h is the fixed and the proportional part of a kernel's time (Williams et al., Roofline, CACM 52:4, "
-        "for the limit). People choose batches near saturation; CPUs have no launches to wait for.",
-    ),
-    Effect(
-        "batch_slope",
-        0.0,
-        0.03,
-        0.0,
-        0.08,
-        "Change of the time per sample by doubling of the micro-batch that the former does not explain: kernels "
-        "change their tiles; on CPUs activations fall out of the cache.",
-    ),
-    Effect(
-        "low_precision",
-        -np.log(1.7),
-        0.75,
-        np.log(1.05),
-        0.45,
-        "16-bit operators: 1.5 to 3 times as fast in NVIDIA's table of mixed precision (Deep Learning Performance "
-        "guide; Micikevicius et al., arXiv 1710.03740), nothing where other things bind; without units of "
-        "their own none or slower, by the casts.",
-    ),
-    Effect(
-        "low_weights",
-        -0.08,
-        0.12,
-        -0.03,
-        0.15,
-        "16-bit weights as well: no casts of weights in every forward pass (apex's O2 against O1, some percent).",
-    ),
-    Effect(
-        "eight_bits",
-        -0.1,
-        0.2,
-        0.3,
-        0.4,
-        "8-bit products in addition to 16-bit operators: up to 1.5 times as fast where matmuls are large, slower where "
-        "scaling costs more than is gained (torchao's README of float8 training).",
-    ),
-    Effect(
-        "fast_fp32",
-        -0.4,
-        0.3,
-        0.0,
-        0.1,
-        "fp32 products rounded to TF32: 8 times the peak, 1.2 to 2.5 times in training (NVIDIA, A100 blog).",
-    ),
-    Effect(
-        "recompute",
-        np.log(1 / 3),
-        0.25,
-        np.log(1 / 3),
-        0.25,
-        "A repeated forward pass relative to forward and backward: one third, as backward costs two (Chen et al., "
-        "arXiv 1604.06174).",
-    ),
-    Effect(
-        "compiled",
-        -0.17,
-        0.25,
-        -0.07,
-        0.2,
-        "torch.compile: 1.36 times for training with autocast, 1.2 in fp32, over 163 models on an A100 (PyTorch 2.0 "
-        "release notes); less where time goes into large matmuls, and on CPUs.",
-    ),
-    Effect("whole_model", 0.0, 0.05, 0.0, 0.05, "Compiling all at once against block by block: no usual direction."),
-    Effect(
-        "compiled_launches",
-        np.log(0.6),
-        0.4,
-        np.log(0.8),
-        0.3,
-        "Fused operators are fewer launches: some 40% less in the release notes' models.",
-    ),
-    Effect(
-        "graphs", np.log(0.3), 0.5, 0.0, 0.05, "CUDA graphs leave little of the launches (PyTorch CUDA graphs blog)."
-    ),
-    Effect("autotuned", -0.03, 0.04, 0.0, 0.04, "Autotuned matmul templates: some percent (PyTorch 2.0)."),
-    Effect(
-        "channels_last_low",
-        -np.log(1.2),
-        0.13,
-        -0.1,
-        0.2,
-        "Convolutions in channels-last order and 16 bits with tensor cores: 8 to 35% (PyTorch's tutorial of channels "
-        "last memory format); on CPUs oneDNN reorders otherwise, 1.1 to 1.8 times for inference, less in training.",
-    ),
-    Effect(
-        "channels_last_full",
-        0.0,
-        0.12,
-        -0.1,
-        0.2,
-        "The same in fp32: cuDNN's kernels are made for the other order; CPUs as in 16 bits.",
-    ),
-    Effect(
-        "cudnn_tuned",
-        -0.04,
-        0.05,
-        0.0,
-        0.01,
-        "Measured instead of guessed algorithms: up to 10% of convolutional models (PyTorch's tuning guide).",
-    ),
-    Effect(
-        "math_attention",
-        0.25,
-        0.25,
-        0.05,
-        0.15,
-        "Attention with all scores in memory: fused kernels are 2 to 4 times as fast (Dao, arXiv 2307.08691) at "
-        "10 to 20% of a step.",
-    ),
-    Effect("loss_chunks", 0.01, 0.015, 0.01, 0.02, "By doubling: more and smaller matmuls of the head."),
-    Effect(
-        "offload_activations",
-        np.log(0.15),
-        1.0,
-        np.log(0.05),
-        1.0,
-        "What copies over PCIe leave visible, as a share of computing (Rajbhandari et al., ZeRO-Infinity).",
-    ),
-    Effect(
-        "offload_optimizer",
-        np.log(0.3),
-        1.0,
-        np.log(0.02),
-        1.0,
-        "The optimiser's step on the host (Ren et al., ZeRO-Offload, arXiv 2101.06840), part of the baseline's step.",
-    ),
-    Effect(
-        "exchange",
-        np.log(0.06),
-        1.2,
-        np.log(0.08),
-        1.2,
-        "Visible gradient reduction of two ranks relative to computing: bytes over links against FLOPs; DDP hides most "
-        "(Li et al., arXiv 2006.15704).",
-    ),
-    Effect(
-        "update",
-        np.log(0.03),
-        0.8,
-        np.log(0.05),
-        0.8,
-        "The optimiser's pass over its states: 3 to 10% of steps without accumulation, less with.",
-    ),
-    Effect("tensor_parallel", 0.1, 0.15, 0.15, 0.2, "Collectives per doubling (Shoeybi et al., arXiv 1909.08053)."),
-    Effect("pipelined", 0.03, 0.08, 0.05, 0.1, "Transfers per doubling of stages, next to the bubble (m + p - 1) / m."),
-    Effect("context_parallel", 0.08, 0.12, 0.1, 0.15, "Exchange of keys and values per doubling."),
-    Effect(
-        "reading",
-        np.log(0.1),
-        2.0,
-        np.log(0.01),
-        1.7,
-        "Time in which one process reads a sample relative to that in which the device trains on it: 0.001 for tokens "
-        "in memory, 5 for JPEGs on an accelerator (Mohan et al., arXiv 2007.06775: 10 to 70% of epochs are waiting); "
-        "the device is so much slower on CPUs.",
-    ),
-    Effect(
-        "reading_error",
-        0.0,
-        0.6,
-        0.0,
-        0.6,
-        "The same, where the kind of data says what reading costs: processors and files differ.",
-    ),
-    Effect(
-        "most_workers",
-        np.log(8.0),
-        0.5,
-        np.log(2.0),
-        0.5,
-        "Workers per rank beyond which more bring nothing: cores per device, storage.",
-    ),
-    Effect("worker_efficiency", np.log(0.8), 0.2, np.log(0.8), 0.2, "What copies between processes leave of a worker."),
-    Effect(
-        "contention",
-        -9.0,
-        0.1,
-        np.log(0.7),
-        0.3,
-        "Share of reading that still delays computing where workers use the same cores.",
-    ),
-    Effect("worker_cost", np.log(0.002), 0.7, np.log(0.008), 0.8, "What each worker costs the training process."),
-    Effect("prefetch", -0.004, 0.012, 0.0, 0.012, "By doubling, while there are workers: evens out slow samples."),
-    Effect("pinned", -0.015, 0.025, 0.0, 0.005, "Copies to the device run beside computing (PyTorch's tuning guide)."),
-    Effect("persistent", -0.003, 0.008, -0.003, 0.008, "Workers start again only between epochs."),
+    # Samples at which launches and idle units take as long as computing, as a share of the baseline's micro-batch: in
+    # t(b) = b + h, h is the fixed part of a kernel's time (limit: Williams et al., Roofline, CACM 52:4). Users choose
+    # batches near saturation. CPUs have no launches to wait for.
+    Effect("half_batch", np.log(0.25), 1.5, np.log(0.06), 1.3),
+    # Further change of the time per sample when the micro-batch doubles: kernels change their tiles; on CPUs,
+    # activations no longer fit the cache.
+    Effect("batch_slope", 0.0, 0.03, 0.0, 0.08),
+    # 16-bit operators: 1.5 to 3 times as fast in NVIDIA's table of mixed precision (Deep Learning Performance guide;
+    # Micikevicius et al., arXiv 1710.03740), without effect if something else is the bottleneck. On devices without
+    # 16-bit units no gain, or slower because of casts.
+    Effect("low_precision", -np.log(1.7), 0.75, np.log(1.05), 0.45),
+    # 16-bit weights too: no casts of weights in forward passes (apex's O2 against O1, some percent).
+    Effect("low_weights", -0.08, 0.12, -0.03, 0.15),
+    # 8-bit products with 16-bit operators: up to 1.5 times as fast with large matmuls, slower if scaling costs more
+    # than it gains (README of torchao's float8 training).
+    Effect("eight_bits", -0.1, 0.2, 0.3, 0.4),
+    # fp32 products rounded to TF32: 8 times the peak, 1.2 to 2.5 times in training (NVIDIA, A100 blog).
+    Effect("fast_fp32", -0.4, 0.3, 0.0, 0.1),
+    # A repeated forward pass relative to forward and backward: one third, as backward costs two (Chen et al., arXiv
+    # 1604.06174).
+    Effect("recompute", np.log(1 / 3), 0.25, np.log(1 / 3), 0.25),
+    # torch.compile: 1.36 times for training with autocast, 1.2 in fp32, over 163 models on an A100 (PyTorch 2.0 release
+    # notes). Less with large matmuls and on CPUs.
+    Effect("compiled", -0.17, 0.25, -0.07, 0.2),
+    # Compiling the whole model relative to block by block: no usual direction.
+    Effect("whole_model", 0.0, 0.05, 0.0, 0.05),
+    # Fused operators need fewer launches: about 40% fewer for the models in the release notes.
+    Effect("compiled_launches", np.log(0.6), 0.4, np.log(0.8), 0.3),
+    # CUDA graphs leave little of the launches (PyTorch CUDA graphs blog).
+    Effect("graphs", np.log(0.3), 0.5, 0.0, 0.05),
+    # Autotuned matmul templates: some percent (PyTorch 2.0).
+    Effect("autotuned", -0.03, 0.04, 0.0, 0.04),
+    # Convolutions in channels-last order, in 16 bits with tensor cores: 8 to 35% (PyTorch's tutorial of channels last
+    # memory format). On CPUs, oneDNN otherwise reorders: 1.1 to 1.8 times for inference, less in training.
+    Effect("channels_last_low", -np.log(1.2), 0.13, -0.1, 0.2),
+    # The same in fp32: cuDNN's kernels prefer the other order; CPUs as in 16 bits.
+    Effect("channels_last_full", 0.0, 0.12, -0.1, 0.2),
+    # Measured instead of guessed algorithms: up to 10% of convolutional models (PyTorch's tuning guide).
+    Effect("cudnn_tuned", -0.04, 0.05, 0.0, 0.01),
+    # Attention with all scores in memory: fused kernels are 2 to 4 times as fast (Dao, arXiv 2307.08691) at 10 to 20%
+    # of a step.
+    Effect("math_attention", 0.25, 0.25, 0.05, 0.15),
+    # Per doubling of the chunks: more and smaller matmuls of the head.
+    Effect("loss_chunks", 0.01, 0.015, 0.01, 0.02),
+    # Exposed part of copies over PCIe, as a share of computing (Rajbhandari et al., ZeRO-Infinity).
+    Effect("offload_activations", np.log(0.15), 1.0, np.log(0.05), 1.0),
+    # The optimiser's step on the host (Ren et al., ZeRO-Offload, arXiv 2101.06840), as a share of the baseline's step.
+    Effect("offload_optimizer", np.log(0.3), 1.0, np.log(0.02), 1.0),
+    # Exposed gradient reduction of two ranks relative to computing: bytes over links against FLOPs. DDP hides most (Li
+    # et al., arXiv 2006.15704).
+    Effect("exchange", np.log(0.06), 1.2, np.log(0.08), 1.2),
+    # The optimiser's pass over its states: 3 to 10% of steps without accumulation, less with it.
+    Effect("update", np.log(0.03), 0.8, np.log(0.05), 0.8),
+    # Collectives, per doubling (Shoeybi et al., arXiv 1909.08053).
+    Effect("tensor_parallel", 0.1, 0.15, 0.15, 0.2),
+    # Transfers, per doubling of stages, in addition to the bubble (m + p - 1) / m.
+    Effect("pipelined", 0.03, 0.08, 0.05, 0.1),
+    # Exchange of keys and values, per doubling.
+    Effect("context_parallel", 0.08, 0.12, 0.1, 0.15),
+    # Time of one process to read a sample, relative to the device's time to train on it: 0.001 for tokens in memory, 5
+    # for JPEGs on an accelerator (Mohan et al., arXiv 2007.06775: 10 to 70% of epochs are waiting). The ratio is lower
+    # on CPUs because the device is slower.
+    Effect("reading", np.log(0.1), 2.0, np.log(0.01), 1.7),
+    # The same if the kind of data determines the cost of reading: processors and files differ.
+    Effect("reading_error", 0.0, 0.6, 0.0, 0.6),
+    # Workers per rank beyond which more have no effect: cores per device, storage.
+    Effect("most_workers", np.log(8.0), 0.5, np.log(2.0), 0.5),
+    # Share of a worker's time that copies between processes leave.
+    Effect("worker_efficiency", np.log(0.8), 0.2, np.log(0.8), 0.2),
+    # Share of reading that still delays computing if workers use the same cores.
+    Effect("contention", -9.0, 0.1, np.log(0.7), 0.3),
+    # Cost of each worker to the training process.
+    Effect("worker_cost", np.log(0.002), 0.7, np.log(0.008), 0.8),
+    # Per doubling, with workers: evens out slow samples.
+    Effect("prefetch", -0.004, 0.012, 0.0, 0.012),
+    # Copies to the device overlap computing (PyTorch's tuning guide).
+    Effect("pinned", -0.015, 0.025, 0.0, 0.005),
+    # Workers restart only between epochs.
+    Effect("persistent", -0.003, 0.008, -0.003, 0.008),
 )
 
 
 def kind_of_device(accelerator: Accelerator | None) -> Kind:
-    """Which of an effect's distributions counts; for an unknown device that of accelerators."""
+    """Return the kind of a device, which selects effects' distributions; an unknown device is an accelerator."""
     if accelerator is None:
         return "accelerator"
     if accelerator.is_core:
@@ -266,13 +149,13 @@ def kind_of_device(accelerator: Accelerator | None) -> Kind:
 
 @functools.cache
 def usual_program(kind: Kind) -> Draw:
-    """The program with the mean of every effect."""
+    """Return the program with the mean of every effect."""
     return {effect.name: np.asarray(effect.on(kind)[0]) for effect in EFFECTS}
 
 
 @functools.cache
 def drawn_programs(kind: Kind) -> Draw:
-    """``NUM_DRAWS`` programs whose effects have the means, and no correlation, of the table; the same at every call."""
+    """Return ``NUM_DRAWS`` programs with the table's means and uncorrelated effects; the same at every call."""
     normal = np.random.default_rng(0).standard_normal((NUM_DRAWS // 2, len(EFFECTS)))
     both = np.concatenate([normal, -normal])
     exact = both @ np.linalg.inv(np.linalg.cholesky(both.T @ both / NUM_DRAWS)).T
@@ -283,13 +166,13 @@ def drawn_programs(kind: Kind) -> Draw:
     }
 
 
-# Candidates as numbers: what of them usually changes the speed of a program, built-in knobs and the user's own alike.
+# Candidates as numbers: all that usually changes the speed of a program, from built-in and custom knobs alike.
 #
-# The user's knobs count where their names say what they do: a ``--num-workers`` reads data, whatever the program.
+# Custom knobs count if their names show their effect: ``--num-workers`` reads data in any program.
 
 
 TUNED_WORKERS = 4.0
-"""Workers that hill climbing is taken to come to; with as many, most programs no longer wait."""
+"""Assumed number of workers after hill climbing: with it, most programs no longer wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,17 +183,17 @@ class KnobColumns:
     num_microbatches: Array
     dp: Array
     num_shards: Array
-    """Ranks that share optimiser states; 1: each has all."""
+    """Ranks that share optimiser states; 1: not sharded."""
     zero_stage: Array
     reductions: Array
-    """How often gradients are reduced in a step."""
+    """Gradient reductions per step."""
     tp: Array
     pp: Array
     cp: Array
     repeated_share: Array
-    """Share of the layers that the backward pass computes again."""
+    """Share of the layers recomputed in the backward pass."""
     low_precision: Array
-    """Operators in 16 bits, by autocast or altogether."""
+    """Operators in 16 bits, by autocast or entirely."""
     low_weights: Array
     """Weights in 16 bits (O2)."""
     eight_bits: Array
@@ -338,23 +221,23 @@ class KnobColumns:
         return len(self.dp)
 
     def take(self, rows: Any) -> KnobColumns:
-        """The rows that ``rows`` (indices, a mask or a slice) selects."""
+        """Select ``rows`` (indices, a mask or a slice)."""
         return KnobColumns(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @property
     def matrix(self) -> Array:
-        """All columns side by side, shape (n, number of columns)."""
+        """Return all columns in one array, shape (n, number of columns)."""
         return np.stack([getattr(self, f.name) for f in fields(self)], axis=1)
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[Workload, Candidate]]) -> KnobColumns:
-        """One row per workload and candidate."""
+        """Build one row per workload and candidate."""
         rows = [_row(workload, candidate) for workload, candidate in pairs]
         return cls(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(cls)})
 
     @classmethod
     def of_table(cls, workload: Workload, table: CandidateTable) -> KnobColumns:
-        """One row per candidate of the table, worked out once per combination of what it depends on."""
+        """Build one row per candidate of the table, computed once per combination of its dependencies."""
         columns: dict[str, Array] = {}
         for reads, read in _PARTS:
             rows, places = table.each(reads, functools.partial(read, workload))
@@ -367,7 +250,7 @@ class KnobColumns:
         return cls(**columns)
 
     def followed_by(self, others: KnobColumns) -> KnobColumns:
-        """These rows, and ``others`` after them."""
+        """Append the rows of ``others``."""
         pairs = {f.name: (getattr(self, f.name), getattr(others, f.name)) for f in fields(self)}
         return KnobColumns(**{name: np.concatenate(pair) for name, pair in pairs.items()})
 
@@ -433,13 +316,13 @@ _PARTS: tuple[tuple[tuple[str, ...], Callable[[Workload, Candidate], dict[str, f
     (("precision", "kernels"), _kernel_row),
     (("loader", "offload"), _loader_row),
 )
-"""Fields of candidates, and the columns that they decide."""
+"""Fields of candidates, and the columns they determine."""
 
 
 # ---- the custom knobs, by their names ----
 
 LOW = frozenset(("bf16", "bfloat16", "fp16", "float16", "half", "16", "amp", "mixed", "o1"))
-"""Values by which programs call 16-bit formats."""
+"""Programs' names for 16-bit formats."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -448,7 +331,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _is_on(value: Any) -> float | None:
-    """1 for true, 0 for false, however programs spell that; None for other values."""
+    """Return 1 for true, 0 for false, in any common spelling; None for other values."""
     if isinstance(value, bool):
         return float(value)
     text = str(value).lower()
@@ -466,7 +349,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_low(value: Any) -> float | None:
-    """Whether a value names a 16-bit format; None where it names none at all."""
+    """Whether a value names a 16-bit format; None if it is not a format."""
     on = _is_on(value)
     if on is not None:
         return on
@@ -498,7 +381,7 @@ KNOBS = {
     "repeated_share": "recompute",
     "cudnn_tuned": "cudnn_benchmark",
 }
-"""Column to the built-in knob that it belongs to."""
+"""Built-in knob of each column."""
 
 Meaning = tuple[str, Callable[[frozenset[str]], bool], Callable[[Any], float | None]]
 
@@ -514,11 +397,11 @@ MEANINGS: tuple[Meaning, ...] = (
     ("repeated_share", lambda words: bool(words & {"recompute", "checkpointing", "remat"}), _is_on),
     ("cudnn_tuned", lambda words: {"cudnn", "benchmark"} <= words, _is_on),
 )
-"""Columns, which words of a name mean them, and how a value is read; the first that understands one counts."""
+"""Columns, words in names that mean them, and parsers of values; the first match counts."""
 
 
 def column_of(name: str, value: Any) -> tuple[str, float] | None:
-    """The column that a custom knob of this name is taken to set, and to what; None where its name says nothing."""
+    """Guess the column that a custom knob of this name sets, and its value; None if the name has no match."""
     words = _words(name)
     for column, is_meant, read in MEANINGS:
         if is_meant(words) and (found := read(value)) is not None:
@@ -527,7 +410,7 @@ def column_of(name: str, value: Any) -> tuple[str, float] | None:
 
 
 def built_in_knob(name: str, value: Any) -> str | None:
-    """The built-in knob that a custom one of this name and value stands for; None where its name says nothing."""
+    """Guess the built-in knob that corresponds to this custom knob; None if the name has no match."""
     found = column_of(name, value)
     return KNOBS[found[0]] if found is not None else None
 
@@ -536,102 +419,64 @@ def _effects_by_name(own: Sequence[CustomChoice]) -> Mapping[str, float]:
     return dict(found for choice in own if (found := column_of(choice.name, choice.value)) is not None)
 
 
-# The peak memory of a program relative to that of one of its candidates: of the baseline, as long as nothing is known,
-# then of one whose peak was measured and taken apart.
+# The peak memory of a program relative to that of one of its candidates: of the baseline at first, then of a candidate
+# whose measured peak was decomposed.
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEffect:
-    """A quantity of a program's memory, normally distributed, and where that comes from."""
+    """A normally distributed quantity of a program's memory."""
 
     name: str
     mean: float
     std: float
-    source: str
 
 
 MEMORY_EFFECTS = (
-    MemoryEffect(
-        "activations",
-        0.4,
-        1.2,
-        "Logit of the activations' share of the baseline's peak: 60%, from a quarter to nearly all; the others are "
-        "weights, gradients, optimiser states and the process.",
-    ),
-    MemoryEffect(
-        "kept",
-        1.4,
-        0.7,
-        "Logit of the activations' share that recompute in full saves: some 80% (Chen et al., arXiv 1604.06174).",
-    ),
-    MemoryEffect(
-        "low_precision",
-        -0.45,
-        0.2,
-        "Activations under autocast: half the bytes, but for norms, losses and copies of weights.",
-    ),
-    MemoryEffect(
-        "low_weights",
-        -0.05,
-        0.15,
-        "16-bit weights with fp32 masters: gradients shrink, masters are added (16 bytes a parameter as in fp32).",
-    ),
-    MemoryEffect(
-        "sharded",
-        0.8,
-        0.7,
-        "Logit of the states' share that ZeRO splits: optimiser states are 8 of 16 bytes (arXiv 1910.02054).",
-    ),
-    MemoryEffect("offloaded", 0.4, 0.7, "Logit of the share that leaves the device by offloading."),
-    MemoryEffect("compiled", -0.08, 0.12, "Fused operators keep less (PyTorch 2.0, min-cut partitioner)."),
-    MemoryEffect("split", -0.1, 0.3, "How far tensor and pipeline parallelism stay behind an even split, as a log."),
+    # Logit of the activations' share of the baseline's peak: 60%, from a quarter to nearly all. The rest is weights,
+    # gradients, optimiser states and the process.
+    MemoryEffect("activations", 0.4, 1.2),
+    # Logit of the activations' share that full recompute saves: about 80% (Chen et al., arXiv 1604.06174).
+    MemoryEffect("kept", 1.4, 0.7),
+    # Activations under autocast: half the bytes, except for norms, losses and copies of weights.
+    MemoryEffect("low_precision", -0.45, 0.2),
+    # 16-bit weights with fp32 masters: gradients shrink, masters are added (16 bytes a parameter as in fp32).
+    MemoryEffect("low_weights", -0.05, 0.15),
+    # Logit of the states' share that ZeRO shards: optimiser states are 8 of 16 bytes (arXiv 1910.02054).
+    MemoryEffect("sharded", 0.8, 0.7),
+    # Logit of the share that offloading moves off the device.
+    MemoryEffect("offloaded", 0.4, 0.7),
+    # Fused operators keep less (PyTorch 2.0, min-cut partitioner).
+    MemoryEffect("compiled", -0.08, 0.12),
+    # Log of the shortfall of tensor and pipeline parallelism from an even split.
+    MemoryEffect("split", -0.1, 0.3),
 )
 
 MEASURED_MEMORY_EFFECTS = (
-    MemoryEffect(
-        "activations",
-        0.03,
-        0.05,
-        "Log of what grows like the activations over what they are: workspaces of kernels, what the allocator adds.",
-    ),
-    MemoryEffect(
-        "constant",
-        -1.0,
-        1.5,
-        "Logit of the part of the weights' bytes by which activations do not grow with the micro-batch: gathered "
-        "weights, their 16-bit copies under autocast, buckets of gradients.",
-    ),
-    MemoryEffect(
-        "sharded",
-        2.0,
-        1.0,
-        "Logit of how far ZeRO splits what its stage says that it splits: buffers stay whole (arXiv 1910.02054).",
-    ),
+    # Log of all memory that grows with the activations over the activations: kernels' workspaces, the allocator's part.
+    MemoryEffect("activations", 0.03, 0.05),
+    # Logit of the activations' part that does not grow with the micro-batch, relative to the weights' bytes: gathered
+    # weights, their 16-bit copies under autocast, gradient buckets.
+    MemoryEffect("constant", -1.0, 1.5),
+    # Logit of the share that ZeRO really shards of what its stage shards: buffers stay whole (arXiv 1910.02054).
+    MemoryEffect("sharded", 2.0, 1.0),
 )
-"""What takes the place of the effects by these names where a measured peak was taken apart."""
+"""Effects that replace those of the same names once a measured peak was decomposed."""
 
 RESIDENT_MEMORY_EFFECTS = (
-    MemoryEffect(
-        "activations",
-        0.22,
-        0.15,
-        "The same of a process on CPUs: the C library keeps some of what tensors give back. Measured on plain PyTorch "
-        "(docs/measured/program-memory.md).",
-    ),
-    MemoryEffect(
-        "kept",
-        0.3,
-        0.8,
-        "Logit of the share that recompute saves of a resident set: less than it saves of tensors, as what is computed "
-        "again leaves holes between what stays. Measured likewise.",
-    ),
+    # The same for a process on CPUs: the C library keeps some of the memory that tensors release. Measured on plain
+    # PyTorch (docs/measured/program-memory.md).
+    MemoryEffect("activations", 0.22, 0.15),
+    # Logit of the share that recompute saves of a resident set: less than of tensors, as recomputed tensors leave holes
+    # between those that stay. Measured likewise.
+    MemoryEffect("kept", 0.3, 0.8),
 )
-"""What takes the place of these where the peak is that of a process on CPUs."""
+"""Effects that replace those for the peak of a process on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShares:
-    """What a measured peak consists of, as shares of it; the rest is the process, the framework and their buffers."""
+    """Parts of a measured peak, as shares of it. The rest is the process, the framework and their buffers."""
 
     activations: float
     weights: float = 0.0
@@ -640,7 +485,7 @@ class MemoryShares:
 
 
 def drawn_memory(kind: Kind, shares: MemoryShares | None = None) -> Draw:
-    """Memory effects of ``NUM_DRAWS`` programs, or of one whose shares are known; the same at every call."""
+    """Draw the memory effects of ``NUM_DRAWS`` programs, or of one with known shares; the same at every call."""
     known = () if shares is None else MEASURED_MEMORY_EFFECTS
     resident = RESIDENT_MEMORY_EFFECTS if known and kind == "cpu" else ()
     effects = {effect.name: effect for effect in (*MEMORY_EFFECTS, *known, *resident)}
@@ -651,9 +496,9 @@ def drawn_memory(kind: Kind, shares: MemoryShares | None = None) -> Draw:
 
 
 def relative_peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: MemoryShares | None = None) -> Array:
-    """Log of the peak relative to that of ``reference``, a single row; shape (n,) or (draws, n).
+    """Return the log of the peak relative to that of ``reference``, a single row; shape (n,) or (draws, n).
 
-    ``shares`` are those of the reference's measured peak; None: it was not taken apart.
+    ``shares``: parts of the reference's measured peak; None: it was not decomposed.
     """
     return np.log(_peak(k, reference, usual, shares)) - np.log(_peak(reference, reference, usual, shares))
 
@@ -677,18 +522,18 @@ def _peak(k: KnobColumns, reference: KnobColumns, usual: Draw, shares: MemorySha
 
 
 def _split(k: KnobColumns, usual: Draw) -> Array:
-    """The part of the model's memory that tensor and pipeline parallelism leave to a rank."""
+    """Return a rank's part of the model's memory under tensor and pipeline parallelism."""
     return np.where(k.tp * k.pp > 1, np.exp(-usual["split"]), 1.0) / (k.tp * k.pp)
 
 
 def _state_size(k: KnobColumns, usual: Draw) -> Array:
-    """Weights, gradients and states by number format and offloading."""
+    """Return the size of weights, gradients and states by number format and offloading."""
     on_device = 1 - _logistic(usual["offloaded"]) * k.offload_optimizer
     return np.asarray(np.exp(usual["low_weights"] * k.low_weights) * on_device)
 
 
 def _growing(k: KnobColumns, usual: Draw) -> Array:
-    """What activations are proportional to: the micro-batch, and what is kept of it."""
+    """Return the quantity that activations are proportional to: the micro-batch, and the kept share."""
     low = usual["low_precision"] * k.low_precision + usual["compiled"] * k.compiled
     saved = 1 - k.repeated_share * _logistic(usual["kept"])
     offloaded = _logistic(usual["offloaded"]) * k.offload_activations
@@ -696,7 +541,7 @@ def _growing(k: KnobColumns, usual: Draw) -> Array:
 
 
 def _unsplit(k: KnobColumns, usual: Draw, stage: int) -> Array:
-    """The part that one rank holds of what ZeRO splits from that stage on."""
+    """Return one rank's part of a state that ZeRO shards from ``stage`` on."""
     is_split = (k.zero_stage >= stage).astype(np.float64)
     return np.asarray(1 - is_split * _logistic(usual["sharded"]) * (1 - 1 / k.num_shards))
 
@@ -705,22 +550,22 @@ def _logistic(x: Array) -> Array:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 
-# The step time of a program of which nothing is known, relative to its baseline; also what a data loader and kernels
-# usually change of a step that a cost model describes.
+# The step time of an unknown program relative to its baseline. Also the usual changes by data loading and kernels of a
+# step described by a cost model.
 #
-# Arrays of n candidates have shape (n,), with many drawn programs (draws, n).
+# Arrays of n candidates have shape (n,); with many drawn programs, (draws, n).
 
 
 SHARPNESS = 6.0
-"""Exponent p of (a^p + b^p)^(1/p) in the place of max(a, b): where reading and computing take equally long, their
-fluctuations show."""
+"""Exponent p of (a^p + b^p)^(1/p), a smooth max(a, b): if reading and computing take equally long, their fluctuations
+cost time."""
 GATHERS = 2.0
-"""Times per micro-batch that ZeRO-3 gathers the weights, before forward and before backward passes, each half of what
-an all-reduce sends (Rajbhandari et al., arXiv 1910.02054, section 7)."""
+"""ZeRO-3's gathers of the weights per micro-batch, one each before forward and backward pass. Each sends half of an
+all-reduce (Rajbhandari et al., arXiv 1910.02054, section 7)."""
 
 
 def kernel_effect(k: KnobColumns, usual: Draw) -> Array:
-    """Log of the factor on computing by compilation, memory format, cuDNN's algorithms, attention and loss chunks."""
+    """Return the log of the factor on computing by compilation, memory format, cuDNN, attention and loss chunks."""
     last_low = k.channels_last * k.low_precision
     last_full = k.channels_last * (1 - k.low_precision)
     return np.asarray(
@@ -736,21 +581,22 @@ def kernel_effect(k: KnobColumns, usual: Draw) -> Array:
 
 
 def launch_effect(k: KnobColumns, usual: Draw) -> Array:
-    """Log of the factor on launches."""
+    """Return the log of the factor on launches."""
     return np.asarray(usual["compiled_launches"] * k.compiled + usual["graphs"] * k.graphs)
 
 
 def longer(one: Array, other: Array) -> Array:
-    """About the longer one of two that run beside each other."""
+    """Return approximately the longer of two concurrent times."""
     largest = np.maximum(np.maximum(one, other), 1e-300)
     powers = (one / largest) ** SHARPNESS + (other / largest) ** SHARPNESS
     return np.asarray(largest * powers ** (1 / SHARPNESS))
 
 
 def with_data(busy: Array, reading: Array, k: KnobColumns, usual: Draw) -> Array:
-    """Step time of a rank that is ``busy`` so long and whose samples one process reads in ``reading``.
+    """Return the step time of a rank with ``busy`` seconds of work whose samples one process reads in ``reading``
+    seconds.
 
-    Without workers the two follow each other; with them the longer one counts.
+    Without workers the two follow each other; with workers the longer one counts.
     """
     has_workers = k.num_workers > 0
     most = np.exp(usual["most_workers"])
@@ -763,12 +609,12 @@ def with_data(busy: Array, reading: Array, k: KnobColumns, usual: Draw) -> Array
 
 
 def relative_step(k: KnobColumns, baseline: KnobColumns, usual: Draw) -> Array:
-    """Log of the step time relative to that of ``baseline``, a single row."""
+    """Return the log of the step time relative to that of ``baseline``, a single row."""
     return np.log(_step(k, baseline, usual)) - np.log(_step(baseline, baseline, usual))
 
 
 def _step(k: KnobColumns, baseline: KnobColumns, usual: Draw) -> Array:
-    """Seconds of a step, in units of the baseline's computing time of one sample."""
+    """Return the time of a step, in units of the baseline's computing time of one sample."""
     share = k.tp * k.pp * k.cp
     first = float(baseline.micro_batch_size[0])
     samples = k.micro_batch_size * k.num_microbatches
@@ -791,7 +637,7 @@ def _step(k: KnobColumns, baseline: KnobColumns, usual: Draw) -> Array:
 
 
 def _computing(k: KnobColumns, first: float, usual: Draw) -> Array:
-    """Forward and backward passes of a step, with launches; ``first`` is the baseline's micro-batch."""
+    """Return the time of forward and backward passes, with launches; ``first``: the baseline's micro-batch."""
     slower = (
         usual["low_precision"] * k.low_precision
         + usual["low_weights"] * k.low_weights
@@ -806,9 +652,9 @@ def _computing(k: KnobColumns, first: float, usual: Draw) -> Array:
 
 
 def bytes_sent(k: KnobColumns) -> Array:
-    """Bytes that a rank sends in a step, in units of two replicas that reduce their gradients once.
+    """Return the bytes that a rank sends per step, in units of two replicas that reduce their gradients once.
 
-    Of an all-reduce one half scatters gradients, the other gathers them, or in its place new weights.
+    Of an all-reduce, one half scatters gradients, the other gathers them, or new weights instead.
     """
     others = 2 * (k.dp - 1) / k.dp
     gathers = np.where(k.zero_stage == 3, k.num_microbatches * GATHERS, 1.0)

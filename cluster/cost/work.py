@@ -1,4 +1,4 @@
-"""The work of a candidate, which no coefficient changes, and how a pipeline's schedule arranges it."""
+"""The work of a candidate, independent of coefficients, and its arrangement by a pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -11,59 +11,58 @@ import numpy as np
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
 from trials.spec import Counts, LlamaModel, Recompute, Schedule
 
-# ---- The work of a candidate, which no coefficient changes: FLOPs, bytes and parameters of layer, head and
-# collectives
+# ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
 #
-# Per micro-batch and rank. Sums are written operator by operator, after Korthikanti et al., arXiv 2205.05198, section
-# 4, extended to gated FFNs and grouped-query attention.
+# Per micro-batch and rank. Sums go operator by operator, after Korthikanti et al., arXiv 2205.05198, section 4,
+# extended to gated FFNs and grouped-query attention.
 
-# Mixtures of experts: what their layers hold, compute and send, averaged over layers with experts and without.
+# Mixtures of experts: storage, computation and traffic of their layers, averaged over layers with and without experts.
 #
-# A token passes ``experts_per_token`` of the routed experts and all shared ones (Fedus et al., arXiv 2101.03961; Dai
-# et al., arXiv 2401.06066). Experts are spread over ``ep`` ranks; tokens travel to them and back, in forward and
-# backward passes (Lepikhin et al., arXiv 2006.16668). Routing is taken to be balanced, as auxiliary losses make it.
-# Arrays have shape (n,).
+# A token passes ``experts_per_token`` of the routed experts and all shared ones (Fedus et al., arXiv 2101.03961; Dai et
+# al., arXiv 2401.06066). Experts are distributed over ``ep`` ranks; tokens are sent to them and back, in forward and
+# backward passes (Lepikhin et al., arXiv 2006.16668). Routing is assumed to be balanced, as by auxiliary losses. Arrays
+# have shape (n,).
 
 
 def dense_params(x: CostInputs) -> Array:
-    """Feed-forward weights of a layer that every token passes, router included; not divided by tp."""
+    """Return a layer's feed-forward weights that every token passes, with the router; not divided by tp."""
     matrices = (2 + x.gated) * x.hidden
     of_mixture = matrices * x.shared_ffn + np.where(x.num_experts > 1, x.hidden * x.num_experts, 0.0)
     return np.asarray((1 - x.expert_share) * matrices * x.ffn + x.expert_share * of_mixture)
 
 
 def routed_params(x: CostInputs) -> Array:
-    """Weights of a layer's routed experts on one rank; not divided by tp."""
+    """Return the weights of a layer's routed experts on one rank; not divided by tp."""
     return np.asarray(x.expert_share * (2 + x.gated) * x.hidden * x.expert_ffn * x.num_experts / x.ep)
 
 
 def used_params(x: CostInputs) -> Array:
-    """Weights of routed experts that each token passes in a layer; not divided by tp."""
+    """Return the weights of the routed experts that each token passes in a layer; not divided by tp."""
     return np.asarray(x.expert_share * (2 + x.gated) * x.hidden * x.expert_ffn * x.experts_per_token)
 
 
 def inner_width(x: CostInputs) -> Array:
-    """Columns of the feed-forward's inner tensors, per token and layer."""
+    """Return the columns of the feed-forward's inner tensors, per token and layer."""
     of_mixture = x.shared_ffn + x.experts_per_token * x.expert_ffn
     return np.asarray((1 - x.expert_share) * x.ffn + x.expert_share * of_mixture)
 
 
 def copied_rows(x: CostInputs) -> Array:
-    """Copies of a token's hidden vector that go to experts, per layer."""
+    """Return the copies of a token's hidden vector sent to experts, per layer."""
     return np.asarray(x.expert_share * np.where(x.num_experts > 1, x.experts_per_token, 0.0))
 
 
 def rows_per_expert(x: CostInputs, tokens: Array) -> Array:
-    """Rows that an expert multiplies at a time, of a rank's ``tokens`` per micro-batch: its peers send as many."""
+    """Return the rows that an expert multiplies at a time, if every rank has ``tokens`` per micro-batch."""
     return np.asarray(tokens * x.experts_per_token * x.ep / np.maximum(x.num_experts, 1.0))
 
 
 def exchanged_bytes(x: CostInputs, tokens: Array) -> tuple[Array, Array]:
-    """Bytes that a rank sends per layer and direction to experts of other ranks: over the fast links, and beyond them.
+    """Return the bytes that a rank sends to other ranks' experts, per layer and direction: over fast links, and beyond.
 
-    Expert-parallel ranks lie side by side, after those of tensor parallelism, each of which sends its share of the
-    tokens. A token goes to another fast domain once, however many of its experts are there, and is handed on over the
-    fast links (DeepSeek-AI, arXiv 2412.19437, section 3.2.2); experts are chosen independently of where they are.
+    Expert-parallel ranks are adjacent, outside those of tensor parallelism, each of which sends its share of the
+    tokens. A token goes to another fast domain once, however many of its experts are there, and is forwarded over the
+    fast links (DeepSeek-AI, arXiv 2412.19437, section 3.2.2). Experts are chosen independently of their place.
     """
     vectors = tokens * x.hidden * x.compute_bytes / x.tp * x.expert_share
     inside = np.clip(np.floor(x.domain_size / x.tp), 1, x.ep)
@@ -73,7 +72,7 @@ def exchanged_bytes(x: CostInputs, tokens: Array) -> tuple[Array, Array]:
 
 
 HEAD_STEP = 32
-"""Fused attention kernels are made for head sizes that are multiples of this."""
+"""Head sizes of fused attention kernels are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +82,17 @@ class Work:
     tokens: Array
     """Tokens of a micro-batch on one rank: divided by cp, not by tp."""
     layer_params: Array
-    """Matmul weights of one layer, not divided by tp; without routed experts."""
+    """Matmul weights of one layer without routed experts; not divided by tp."""
     expert_params: Array
-    """Those of a rank's routed experts, per layer, not divided by tp."""
+    """Matmul weights of a rank's routed experts per layer; not divided by tp."""
     matmul_flops: Array
-    """FLOPs of one layer's matmuls in the forward pass, this rank's share; so is everything below. Without routed
-    experts."""
+    """Forward FLOPs of one layer's matmuls without routed experts. These and all following fields are this rank's
+    share."""
     expert_flops: Array
     """FLOPs of routed experts' matmuls."""
     attention_flops: Array
     elementwise_bytes: Array
-    """Bytes read and written by norms, activations, residuals, and by softmax where scores are materialised."""
+    """Bytes read and written by norms, activations, residuals, and by softmax if scores are materialised."""
     weight_traffic_bytes: Array
     head_flops: Array
     head_bytes: Array
@@ -101,20 +100,20 @@ class Work:
     tp_bytes: Array
     """Bytes of one tensor-parallel all-reduce, of which there are two per layer and pass."""
     cp_bytes: Array
-    """Bytes received from context-parallel peers per layer each time that they exchange: of all their keys and values,
-    or of queries, keys, values and outputs by heads."""
+    """Bytes received from context-parallel peers per layer and exchange: all their keys and values, or queries, keys,
+    values and outputs by heads."""
     pp_bytes: Array
     """Bytes sent from one stage to the next."""
 
 
 def work_of(x: CostInputs) -> Work:
-    """The work of each candidate."""
+    """Return the work of each candidate."""
     tokens = x.micro_batch_size * x.seq_length / x.cp
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
     layer_params = x.hidden * (2 * width + 2 * kv_width) + dense_params(x)
     expert_params = routed_params(x)
-    # Fused kernels skip the masked half of the scores. They are made for head sizes in multiples of 32; other heads are
-    # padded to these (FlashAttention-2's ``HEADDIM_SWITCH``).
+    # Fused kernels skip the masked half of the scores. Their head sizes are multiples of 32; other heads are padded
+    # (FlashAttention-2's ``HEADDIM_SWITCH``).
     padded = np.ceil(x.head_dim / HEAD_STEP) * HEAD_STEP / x.head_dim
     attention = 4 * tokens * x.seq_length * width / x.tp * np.where(x.flash > 0, 0.5 * padded, 1.0)
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
@@ -135,7 +134,7 @@ def work_of(x: CostInputs) -> Work:
         elementwise_bytes=elementwise,
         weight_traffic_bytes=(layer_params + expert_params) / x.tp * x.compute_bytes,
         head_flops=2 * tokens * x.hidden * x.vocab / x.tp,
-        # Every part's product is written and read in half the bytes of the sums, which are read and written.
+        # Each part's product is written and read in half the bytes of the sums, which are read and written.
         head_bytes=x.vocab / x.tp * (tokens * x.loss_traffic + 3 * x.hidden * x.loss_chunks * x.head_sums_bytes),
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
         cp_bytes=2 * tokens * (x.cp - 1) * x.compute_bytes * exchanged_width / x.tp,
@@ -144,46 +143,45 @@ def work_of(x: CostInputs) -> Work:
 
 
 def layers_params(x: CostInputs, work: Work) -> Array:
-    """Parameters of each pipeline rank's layers but for routed experts, divided by tp, shape (n, stages)."""
+    """Return the parameters of each pipeline rank's layers without routed experts, divided by tp, shape (n, stages)."""
     return np.asarray(x.stage_layers * ((work.layer_params + 4 * x.hidden) / x.tp)[:, None])
 
 
 def experts_params(x: CostInputs, work: Work) -> Array:
-    """Parameters of each pipeline rank's routed experts, divided by tp, shape (n, stages)."""
+    """Return the parameters of each pipeline rank's routed experts, divided by tp, shape (n, stages)."""
     return np.asarray(x.stage_layers * (work.expert_params / x.tp)[:, None])
 
 
 def tables_params(x: CostInputs) -> Array:
-    """Parameters of embedding and head on each pipeline rank, divided by tp, shape (n, stages)."""
+    """Return the parameters of embedding and head on each pipeline rank, divided by tp, shape (n, stages)."""
     one_table = (x.pp == 1) & (x.tied > 0)
     num_tables = is_first(x) + is_last(x) * np.where(one_table, 0.0, 1.0)[:, None]
     return np.asarray(num_tables * (x.vocab * x.hidden / x.tp)[:, None])
 
 
 def is_first(x: CostInputs) -> Array:
-    """1 for the pipeline rank with the embedding, shape (n, stages)."""
+    """Return 1 for the pipeline rank with the embedding, else 0, shape (n, stages)."""
     return np.broadcast_to(np.arange(x.stage_layers.shape[1]) == 0, x.stage_layers.shape).astype(np.float64)
 
 
 def is_last(x: CostInputs) -> Array:
-    """1 for the pipeline rank with head and loss: the first one in the V-shaped schedule."""
+    """Return 1 for the pipeline rank with head and loss, else 0: in the V-shaped schedule, the first rank."""
     last = np.where(x.schedule == 3, 0, x.pp - 1)
     return np.asarray(np.arange(x.stage_layers.shape[1])[None, :] == last[:, None], dtype=np.float64)
 
 
-# The shares of a decoder layer that selective recompute drops and repeats, from the kept outputs and the work of its
-# operators.
+# The shares of a decoder layer that selective recompute drops and repeats, from its operators' kept outputs and work.
 
 
 FLOPS_PER_BYTE = 160.0
-"""Matmul FLOPs that current accelerators do, as efficiencies go, while they read or write a byte."""
+"""Matmul FLOPs of current accelerators, at usual efficiencies, per byte read or written."""
 MAX_DROPPED = 0.95
 """Largest share of a layer's kept bytes that can be dropped: its input always stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator, per token: output elements that the backward pass keeps, FLOPs, elements read and written."""
+    """An operator, per token: output elements kept for the backward pass, FLOPs, elements read and written."""
 
     kept: float
     flops: float = 0.0
@@ -191,12 +189,12 @@ class Operator:
 
     @property
     def work(self) -> float:
-        """FLOPs, with those that could be done while its elements of two bytes are read and written."""
+        """FLOPs, plus those that would fit into the time to read and write its two-byte elements."""
         return self.flops + 2 * self.traffic * FLOPS_PER_BYTE
 
 
 def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
-    """Operators of :class:`trials.models.built_in.Block` by their paths; fused attention skips the masked half."""
+    """Return the operators of :class:`trials.models.built_in.Block` by path; fused attention skips the masked half."""
     h, f = model.hidden_size, model.ffn_hidden_size
     kv = h // model.num_heads * model.num_kv_heads
     return {
@@ -216,8 +214,8 @@ def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the pattern matches the operator's whole path or that of a module around it, as
-    :class:`trials.recompute.PatternTally` does."""
+    """Whether the pattern matches the operator's whole path or that of an enclosing module, as in
+    :class:`trials.recompute.PatternTally`."""
     parts = path.split(".")
     return any(re.fullmatch(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
 
@@ -226,8 +224,8 @@ def matches(pattern: str, path: str) -> bool:
 def selective_shares(
     recompute: Recompute, model: LlamaModel, seq_length: int, plain: Counts
 ) -> tuple[list[float], list[float]]:
-    """Share of kept bytes dropped and of work repeated, each per pipeline rank: the mean over its layers that are not
-    recomputed in full.
+    """Return the shares of kept bytes dropped and of work repeated, each per pipeline rank: the mean over its layers
+    without full recompute.
 
     Args:
         plain: numbers of those layers, ``[chunk][stage]``.
@@ -236,7 +234,7 @@ def selective_shares(
     if not recompute.selective:
         return [0.0] * num_stages, [0.0] * num_stages
     operators = operators_of(model, seq_length)
-    # The layer's input is kept as well.
+    # The layer's input is also kept.
     all_kept = model.hidden_size + sum(operator.kept for operator in operators.values())
     all_work = sum(operator.work for operator in operators.values())
     dropped, repeated = [0.0] * num_stages, [0.0] * num_stages
@@ -250,7 +248,7 @@ def selective_shares(
 
 
 def _layers(path: str, recompute: Recompute, plain: Counts) -> list[int]:
-    """Layers of each stage in which a pattern chooses the operator, beyond those recomputed in full."""
+    """Return the layers of each stage in which a pattern selects the operator, without fully recomputed ones."""
     chosen = [part.num_layers for part in recompute.selective if matches(part.pattern, path)]
     layers = [0] * len(plain[0])
     for chunk, row in enumerate(plain):
@@ -266,7 +264,7 @@ def _beyond(counts: Counts, full: Counts, chunk: int, stage: int) -> int:
 # ---- Pipeline schedules: the time of all micro-batches from that of one per stage, and the micro-batches in flight
 #
 # The closed form is exact for equal stages: ``m`` micro-batches on ``p`` ranks with ``v`` chunks take
-# ``(m + (p - 1) / v)`` stage times. Where ranks hold different numbers of layers the schedule is simulated.
+# ``(m + (p - 1) / v)`` stage times. With unequal numbers of layers, the schedule is simulated.
 
 FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a stage's time (without recompute, which lengthens the backward pass)."""
@@ -278,7 +276,7 @@ Operation = tuple[int, int, int, int]
 
 
 def pipeline_seconds(x: CostInputs, stage_total_s: Array) -> Array:
-    """Time from the first forward to the last backward pass, shape (n,), from stage times (n, stages)."""
+    """Return the time from the first forward to the last backward pass, shape (n,), from stage times (n, stages)."""
     seconds = closed_form_seconds(x, stage_total_s)
     used = np.arange(x.stage_layers.shape[1])[None, :] < x.pp[:, None]
     most = np.max(x.stage_layers, axis=1)
@@ -290,7 +288,7 @@ def pipeline_seconds(x: CostInputs, stage_total_s: Array) -> Array:
 
 
 def closed_form_seconds(x: CostInputs, stage_total_s: Array) -> Array:
-    """The slowest stage ``m`` times, and every other stage once (a ``v``-th of it with ``v`` chunks).
+    """Return ``m`` times the slowest stage, plus every other stage once (a ``v``-th of it with ``v`` chunks).
 
     Zero bubble (Qi et al., arXiv 2401.10241) fills the waiting with weight gradients; a third of the bubble stays.
     """
@@ -301,10 +299,10 @@ def closed_form_seconds(x: CostInputs, stage_total_s: Array) -> Array:
 
 
 def simulated_seconds(x: CostInputs, stage_total_s: Array) -> Array:
-    """Event simulation of each candidate's schedule; candidates with equal schedules run together.
+    """Return the times by simulating each candidate's schedule; candidates with equal schedules run together.
 
-    Only the first micro-batches, twice the stages, are simulated; in the steady state each further one adds the slowest
-    stage's time (within 2% of the whole simulation).
+    Only the first micro-batches, twice the number of stages, are simulated. In the steady state each further one adds
+    the slowest stage's time (within 2% of the whole simulation).
     """
     seconds = np.zeros(len(x))
     limit = np.minimum(x.num_microbatches, 2 * x.pp)
@@ -320,7 +318,7 @@ def simulated_seconds(x: CostInputs, stage_total_s: Array) -> Array:
 
 
 def _simulate(operations: tuple[Operation, ...], chunk_s: Array, pp: int, chunks: int) -> Array:
-    """Finish time of the last operation. ``chunk_s``: seconds of one chunk on each rank, shape (n, pp)."""
+    """Return the end of the last operation. ``chunk_s``: seconds of one chunk on each rank, shape (n, pp)."""
     free = [np.zeros(len(chunk_s)) for _ in range(pp)]
     spans = [[share * chunk_s[:, rank] for rank in range(pp)] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE)]
     done: dict[tuple[int, int, int], Array] = {}
@@ -337,8 +335,8 @@ def _simulate(operations: tuple[Operation, ...], chunk_s: Array, pp: int, chunks
 
 
 def _dependency(kind: int, stage: int, last: int, microbatch: int) -> tuple[int, int, int] | None:
-    """The operation that must be done before: forward that of the previous stage, backward that of the next one, on the
-    last stage its own forward."""
+    """Return the operation that must end before this one: forward that of the previous stage, backward that of the next
+    one, on the last stage its own forward."""
     if kind == 0:
         return (0, stage - 1, microbatch) if stage else None
     return (1, stage + 1, microbatch) if stage < last else (0, stage, microbatch)
@@ -346,7 +344,7 @@ def _dependency(kind: int, stage: int, last: int, microbatch: int) -> tuple[int,
 
 @functools.lru_cache(maxsize=256)
 def _operations(schedule: int, pp: int, chunks: int, num_microbatches: int) -> tuple[Operation, ...]:
-    """All operations in an order in which each comes after what it waits for."""
+    """Return all operations in dependency order."""
     queues = [_rank_order(schedule, pp, chunks, num_microbatches, rank) for rank in range(pp)]
     position = [0] * pp
     done: set[tuple[int, int, int]] = set()
@@ -369,10 +367,10 @@ def _operations(schedule: int, pp: int, chunks: int, num_microbatches: int) -> t
 
 
 def _rank_order(schedule: int, pp: int, chunks: int, num: int, rank: int) -> list[tuple[int, int, int]]:
-    """(kind, chunk, micro-batch) in the order in which ``rank`` runs them.
+    """Return (kind, chunk, micro-batch) in the order in which ``rank`` runs them.
 
-    1F1B: Narayanan et al., arXiv 2104.04473; with chunks, groups of ``pp`` micro-batches go through one chunk at a
-    time. GPipe: all forwards, then all backwards.
+    1F1B: Narayanan et al., arXiv 2104.04473; with chunks, groups of ``pp`` micro-batches pass one chunk at a time.
+    GPipe: all forwards, then all backwards.
     """
     total = num * chunks
     slots = [_slot(i, pp, chunks, num) for i in range(total)]
@@ -391,24 +389,24 @@ def _rank_order(schedule: int, pp: int, chunks: int, num: int, rank: int) -> lis
 
 
 def _slot(i: int, pp: int, chunks: int, num: int) -> tuple[int, int]:
-    """Chunk and micro-batch of the ``i``-th forward pass: groups of ``pp`` micro-batches, the last may be smaller."""
+    """Return chunk and micro-batch of the ``i``-th forward pass: groups of ``pp``, the last possibly smaller."""
     group, rest = divmod(i, pp * chunks)
     size = min(pp, num - group * pp)
     return rest // size, group * pp + rest % size
 
 
 Peaks = tuple[tuple[int, ...], ...]
-"""The worst moments of one pipeline rank: micro-batches in flight per chunk at each of them. No entry is below another
-in every chunk, so whatever the chunks' activations weigh, the largest moment is among them."""
+"""The worst moments of one pipeline rank: micro-batches in flight per chunk at each of them. No entry is dominated by
+another, so the largest moment is among them for any activation sizes."""
 
 
 def in_flight_peaks(
     schedule: Schedule, *, pp: int, num_virtual_stages: int, num_microbatches: int
 ) -> tuple[Peaks, ...]:
-    """The worst moments of every pipeline rank.
+    """Return the worst moments of every pipeline rank.
 
     ``gpipe`` holds every micro-batch; ``1f1b`` rank s holds ``min(m, pp - s)`` (Narayanan et al., arXiv 2104.04473);
-    ``interleaved`` is followed step by step, warm-up ``(v - 1) pp + 2 (pp - s - 1)`` forwards as in the same paper;
+    ``interleaved`` is simulated step by step, warm-up ``(v - 1) pp + 2 (pp - s - 1)`` forwards as in the same paper;
     ``zbv`` keeps ``2 pp`` chunks in all: ``2 pp - 1 - s`` of the first and ``s + 1`` of the second (arXiv 2401.10241).
     """
     v, m = num_virtual_stages, num_microbatches
@@ -422,7 +420,7 @@ def in_flight_peaks(
 
 
 def _interleaved(stage: int, *, pp: int, v: int, m: int) -> Peaks:
-    """Follow one rank: warm-up forwards, then one forward and one backward in turn; chunks in rounds of micro-batches.
+    """Simulate one rank: warm-up forwards, then alternating forward and backward; chunks in rounds of micro-batches.
 
     ``m`` need not be divisible by ``pp``: a round then takes ``m // max(1, m // pp)`` micro-batches.
     """
@@ -448,9 +446,9 @@ def _covers(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
 
 
 def in_flight(x: CostInputs) -> Array:
-    """Micro-batches that a pipeline rank holds at its worst moment, shape (n, stages); a chunk counts 1 / v.
+    """Return the micro-batches that a pipeline rank holds at its worst moment, shape (n, stages); a chunk counts 1 / v.
 
-    The largest sum of ``in_flight_peaks`` over chunks, for interleaving in closed form, which holds where m is a
+    This is the largest sum of ``in_flight_peaks`` over chunks; for interleaving in closed form, valid if m is a
     multiple of pp: ``min(m v, 2 (p - s - 1) + (v - 1) p + 1) / v``.
     """
     stage = np.arange(x.stage_layers.shape[1])[None, :]

@@ -1,2 +1,2 @@
-"""What the parts of a gang tell each other, and the outcome and progress that follow. Imports ``base`` and
+"""Messages between the parts of a gang, and the outcome and progress that follow from them. Imports ``base`` and
 ``hardware``, and starts no process."""

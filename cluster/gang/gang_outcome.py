@@ -1,4 +1,4 @@
-"""A gang on the controller's side: whether its ranks' reports can be true, its outcome, and its progress. No I/O."""
+"""A gang on the controller's side: plausibility of its ranks' reports, its outcome and its progress. No I/O."""
 
 from __future__ import annotations
 
@@ -66,24 +66,23 @@ from trials.outcome import (
 from trials.reports import Findings, GraphReport, OperatorCast, PatternEffect, merge_scripts
 from trials.secrets import redact
 
-# ---- Whether what the ranks of a gang report can be true
+# ---- Whether the reports of a gang's ranks can be true
 #
-# Reports are input like any other: a clock that was set back, a counter that ran over or a runner with a mistake in it
-# must not become a measurement that is promoted. Figures that no training can give make the attempt a fault of
-# its candidate, with rank, field and value in the message.
+# Reports are input like any other: a clock that was set back, an overflowed counter or a faulty runner must not become
+# a measurement that is promoted. Impossible figures make the attempt a fault of its candidate, with rank, field and
+# value in the message.
 #
-# A rank that ran a user's program may not know everything, not even its step times; then one of its peers
-# has to. Ranks of such a program count losses each in its own way, so these need not agree in number.
+# A rank that ran a user's program may lack figures, even step times. Then one of its peers must have them. Ranks of
+# such a program count losses independently, so their numbers of losses need not agree.
 
 MIN_STEP_S = 1e-6
-"""Shortest step that is believed, in seconds: clocks resolve less than that only in name, and to launch a single kernel
-takes longer."""
+"""Shortest credible step, in seconds: clocks rarely resolve less, and launching a single kernel takes longer."""
 MAX_STEP_S = 1e7
-"""Longest step that is believed, in seconds: months; what is beyond is no duration but a date."""
+"""Longest credible step, in seconds: months. Larger values are dates, not durations."""
 OWN_WORK_S = 5e-3
-"""Seconds that our runner may take between two steps: it collects garbage, and has the ranks agree on the time."""
+"""Time of the built-in runner between two steps, in seconds: garbage collection, and agreement on the time."""
 ERROR_TYPE = "ImplausibleReport"
-"""Type of the error in the evidence."""
+"""Error type in the evidence."""
 
 _LEAST = {
     "world_size": 1,
@@ -98,17 +97,17 @@ _LEAST = {
     "num_ranks": 1,
     "step_time_resolution_s": 0,
 }
-"""Fields that hold an amount, and the least that it can be."""
+"""Fields with amounts, and their minima."""
 _ALIKE = ("world_size", "tokens_per_step", "samples_per_step", "num_warmup_steps", "model_flops_per_token")
-"""Fields that are the same on all ranks, being properties of the workload or of the protocol."""
-_ALIKE_IN_SCRIPTS = ("world_size", "num_warmup_steps")
-"""Those of them that no rank has to find out by listening to a user's program."""
+"""Fields equal on all ranks: properties of the workload or of the protocol."""
+_ALIKE_IN_SCRIPTS = ("world_size",)
+"""Those that do not depend on observing a user's program."""
 
 
 def refusal(reports: Sequence[RankReport]) -> Crashed | Diverged | NotBelieved | None:
-    """The outcome of a gang whose reports, in rank order, cannot be believed; None where they can.
+    """Return the outcome of a gang with implausible reports, given in rank order; None if they are plausible.
 
-    A loss or a gradient norm that is not finite is no fault of the report: the candidate diverged.
+    A non-finite loss or gradient norm is no fault of the report: the candidate diverged.
     """
     for rank, report in enumerate(reports):
         for name, value, wanted in _impossible(rank, report):
@@ -127,7 +126,7 @@ def _not_believed(reports: Sequence[RankReport]) -> NotBelieved | None:
 
 
 def not_believed(found: Contradiction, rank: int | None) -> NotBelieved:
-    """The outcome of a gang whose step times are contradicted, as they were reported by this rank."""
+    """Return the outcome of a gang whose step times, as reported by this rank, are contradicted."""
     return NotBelieved(
         num_steps=found.num_steps,
         reported_s=found.reported_s,
@@ -140,16 +139,16 @@ def not_believed(found: Contradiction, rank: int | None) -> NotBelieved:
 def contradiction(
     step_times_s: Sequence[float], seen_steps: Sequence[int], seen_at_s: Sequence[float]
 ) -> Contradiction | None:
-    """How the progress that a warden saw contradicts the step times of a gang of our own runner.
+    """Return how the warden's observations contradict the step times of a gang of the built-in runner; None if not.
 
-    Code of the user's runs inside the ranks, and may change the clock there. Work of ours between two steps, which no
-    step time holds, is allowed for; and ranks on accelerators report a step when the next one is under way, but the
-    last ones at once. A warden that a busy host delays receives several reports together: these end one interval.
+    User code runs inside the ranks and may change their clock. The runner's work between two steps, which step times
+    exclude, is allowed for. Ranks on accelerators report a step during the next one, but the last ones at once. A
+    warden that a busy host delays receives several reports together; they end one interval.
 
     Args:
-        step_times_s: of the gang, from the first measured step on.
+        step_times_s: step times of the gang, from the first measured step on.
         seen_steps: numbers of measured steps, from 1 on.
-        seen_at_s: when the warden received the progress of each.
+        seen_at_s: time at which the warden received the progress of each.
     """
     last_by_arrival = {at_s: step for step, at_s in sorted(zip(seen_steps, seen_at_s, strict=True))}
     ends = sorted((step, at_s) for at_s, step in last_by_arrival.items())
@@ -169,7 +168,7 @@ def contradiction(
 
 
 def is_step_time(seconds: float | None) -> bool:
-    """Whether a step can have taken that long; nan and None are no times."""
+    """Whether a step can have taken that long; False for nan and None."""
     return seconds is not None and MIN_STEP_S <= seconds <= MAX_STEP_S
 
 
@@ -179,7 +178,7 @@ def is_script(report: RankReport) -> bool:
 
 
 def _impossible(rank: int, report: RankReport) -> Iterator[tuple[str, object, str]]:
-    """Fields of one report that cannot be true: name, value, and what the value has to be."""
+    """Yield the impossible fields of one report: name, value, and requirement."""
     if report.rank != rank:
         yield "rank", report.rank, f"{rank}, which it was started as"
     if not report.step_times_s and not is_script(report):
@@ -197,7 +196,7 @@ def _impossible(rank: int, report: RankReport) -> Iterator[tuple[str, object, st
 
 
 def _amounts(report: RankReport) -> Iterator[tuple[str, float, float]]:
-    """Fields that hold an amount: name, value, and the least that it can be."""
+    """Yield the fields with amounts: name, value, minimum."""
     for name, least in _LEAST.items():
         yield name, getattr(report, name), least
     for phase in fields(report.breakdown):
@@ -205,7 +204,7 @@ def _amounts(report: RankReport) -> Iterator[tuple[str, float, float]]:
 
 
 def _disagreement(reports: Sequence[RankReport]) -> str:
-    """How the reports contradict each other; empty where they do not."""
+    """Describe how the reports contradict each other; empty if they do not."""
     reporting = [report for report in reports if report.step_times_s]
     if not reporting:
         return "no rank reported the time of a step: there was none in a report, hook, file or log line"
@@ -223,7 +222,7 @@ def _disagreement(reports: Sequence[RankReport]) -> str:
 
 
 def _rank_parts(reports: Sequence[RankReport]) -> tuple[StepBreakdown, ...]:
-    """The parts of every rank, if each rank recorded its own passes."""
+    """Return the step parts of every rank if each rank recorded its own passes."""
     parts = tuple(report.breakdown for report in reports if is_script(report) and report.breakdown.forward_s > 0)
     return parts if len(parts) == len(reports) > 1 else ()
 
@@ -238,39 +237,39 @@ def _divergence(reports: Sequence[RankReport]) -> Diverged | None:
     return None
 
 
-# One outcome for a gang, from what its ranks and nodes report: pure functions.
+# One outcome for a gang, from the reports of its ranks and nodes: pure functions.
 
 
 COLLATERAL = frozenset({"connection"})
-"""Categories of failures that another rank's failure brings about."""
+"""Categories of failures caused by another rank's failure."""
 MAY_HAVE_A_CAUSE = COLLATERAL | {"device_suspect"}
-"""Categories of failures for whose cause on another rank it is worth to wait a moment: a kernel breaks off as well
-where it reads the memory of a peer's device that broke."""
+"""Categories of failures that may have a cause on another rank, worth a moment's wait: a kernel also fails when it
+reads the memory of a peer's broken device."""
 STOPPED = "stopped"
-"""Category of ranks that were killed because a peer had failed."""
+"""Category of ranks killed because a peer failed."""
 CAUSE_WINDOW_S = {"oom": 1.0, "host_oom": 1.0, "device_lost": 5.0}
-"""How much later than the first failure one of this category may be and still be its cause: the traceback of an
-out-of-memory takes time to unwind, and a device that broke is noticed by its own rank's next call, by its peers'
-kernels at once."""
+"""How much later than the first failure its cause may be dated, in seconds, by the cause's category: the traceback of
+an out-of-memory error takes time to unwind, and a device's failure reaches its own rank with the next call, but its
+peers' kernels at once."""
 CLOCK_SKEW_S = 0.5
-"""How far the clocks of two nodes may be apart. Failures on two nodes that are closer in time are told apart by
-:data:`_EVIDENCE`; those on one node by their time, which one clock gives."""
+"""Largest clock difference between two nodes, in seconds. Failures on two nodes that are closer in time are ordered by
+:data:`_EVIDENCE`; those on one node by their time."""
 _EVIDENCE = (
     ("oom", "host_oom", "device_lost"),
     ("infeasible", "data", "diverged", "device_busy", "node_setup", "disk", "port", "preempted", "killed"),
     ("error", "exception", "exit", "device_suspect"),
 )
-"""Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
-absence ("deadline", "lost", "controller") comes last."""
+"""Categories, from those that no peer's failure can cause to those that may be an effect. Those that only report an
+absence ("deadline", "lost", "controller") come last."""
 
 
 def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()) -> Outcome:
-    """One outcome for the gang: a measurement when every rank has a report, else its root cause.
+    """Return the gang's outcome: a measurement if every rank has a report, else the root cause.
 
-    ``disturbances`` tell what else the gang's nodes did while it measured, as far as that is known.
+    ``disturbances``: what else the gang's nodes did while it measured, if known.
 
-    The order of ``results`` does not matter. Whatever is noted beside a full set of reports changes nothing about them:
-    a kill that came too late, devices that were not free in time afterwards.
+    The order of ``results`` does not matter. Further results next to a full set of reports change nothing: a kill that
+    came too late, devices that were not free in time afterwards.
     """
     known = list(results)
     successes = sorted((r for r in known if isinstance(r, RankSuccess)), key=lambda success: success.rank)
@@ -287,7 +286,7 @@ def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()
 
 
 def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
-    """The outcome of a gang that made no progress, by what was seen of all of its ranks."""
+    """Return the outcome of a gang without progress, by the states of all of its ranks."""
     sights = {sight.rank: sight for failure in failures for sight in failure.sights}
     if not sights:
         return _outcome(root, collateral=[failure for failure in failures if failure is not root])
@@ -315,26 +314,26 @@ def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
 
 
 def _where(sight: RankSight, failure: RankFailure) -> str:
-    """Where a rank was; with its number where its process is one of several in a slot."""
+    """Describe where a rank was; with its number if its process is one of several in a slot."""
     return sight.where if sight.rank == failure.rank else f"rank {sight.rank}: {sight.where}"
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that explains the others: the earliest, but no lost connection before a root cause, and no hang
-    before the loss of a node or a device.
+    """Return the failure that explains the others: the earliest one, but no lost connection before a root cause, and no
+    hang before the loss of a node or a device.
 
-    Among those too close to the earliest to be told apart by their time, the kind of evidence decides.
+    Failures too close to the earliest to be ordered by time are ordered by their kind of evidence.
     """
     roots = [failure for failure in failures if failure.category not in COLLATERAL] or list(failures)
     first = min(roots, key=_order)
     lost = [failure for failure in roots if failure.category in ("lost", "device_lost")]
-    if first.category == "deadline" and lost:  # ranks hang for what is gone, long before anybody knows it
+    if first.category == "deadline" and lost:  # ranks hang on a lost node or device before its loss is detected
         return min(lost, key=_order)
     return min((f for f in roots if f.at_s <= first.at_s + _doubt_s(f, first)), key=lambda f: (_rung(f), _order(f)))
 
 
 def _doubt_s(failure: RankFailure, first: RankFailure) -> float:
-    """Seconds by which the failure may be dated later than ``first`` and yet be its cause."""
+    """Return by how many seconds the failure may be dated after ``first`` and still be its cause."""
     skew_s = 0.0 if failure.node == first.node else CLOCK_SKEW_S
     return max(skew_s, CAUSE_WINDOW_S.get(failure.category, 0.0))
 
@@ -373,7 +372,7 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
 
 
 def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
-    """The outcome that the class of failures leads to; a node that is not to blame appears in the message only."""
+    """Return the outcome for a class of failures. A node that is not at fault appears only in the message."""
     match treatment.ends_as:
         case "oom":
             return OutOfMemory(evidence=evidence)
@@ -393,7 +392,7 @@ def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
 
 
 def _with_remedy(message: str, doubt: str, remedy: str) -> str:
-    """The message with what to do about it behind its first line, which is what people see."""
+    """Insert the remedy after the message's first line, which is what users see."""
     what, end, rest = message.partition("\n")
     return f"{what}{doubt}{f'; {remedy}' if remedy else ''}{end}{rest}"
 
@@ -404,12 +403,12 @@ def _describe(failure: RankFailure) -> str:
 
 
 def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
-    """Evidence that ranks shared a device or ran on the wrong host; None where they did not. ``places``: in rank
+    """Return evidence that ranks shared a device or ran on the wrong host; None if they did not. ``places``: in rank
     order."""
     taken: dict[tuple[str, str], int] = {}
     hosts: dict[str, str] = {}
     for rank, place in enumerate(places):
-        # A GPU's UUID means one device wherever it is seen, the index of a slot is its node's.
+        # A GPU's UUID is globally unique; a slot's index is unique on its node.
         key = ("" if place.device.startswith("GPU-") else place.node, place.device)
         if (other := taken.setdefault(key, rank)) != rank:
             problem = f"ranks {other} and {rank} both ran on device {place.device} of {place.node}"
@@ -422,7 +421,7 @@ def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
 
 
 def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]) -> Outcome:
-    """The gang's measurement from the reports of all ranks, in rank order; a failure where they cannot be true."""
+    """Merge the reports of all ranks, in rank order, to a measurement; to a failure if they are implausible."""
     places = [success.place for success in successes if success.place is not None]
     if (evidence := misplacement(places)) is not None:
         return GangLost(evidence=evidence)
@@ -433,7 +432,7 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
     first = reporting[0]
     step_times_s = tuple(max(times) for times in zip(*(r.step_times_s for r in reporting), strict=True))
     for success in successes:
-        if is_script(success.report):  # its rank has compared them with what it saw of the program
+        if is_script(success.report):  # its rank has compared them with its own observations of the program
             continue
         if (found := contradiction(step_times_s, success.seen_steps, success.seen_at_s)) is not None:
             return not_believed(found, success.rank)
@@ -447,7 +446,7 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             rank_parts=_rank_parts(reports),
             peak_allocated_bytes=_if_any(report.peak_allocated_bytes for report in reports),
             peak_reserved_bytes=_if_any(report.peak_reserved_bytes for report in reports),
-            num_warmup_steps=first.num_warmup_steps,
+            num_warmup_steps=max(report.num_warmup_steps for report in reporting),
             losses=_losses(reports),
             grad_norms=_first_full(report.grad_norms for report in reports),
             model_flops_per_token=max(report.model_flops_per_token for report in reports),
@@ -468,20 +467,20 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
 
 
 def _health(successes: Sequence[RankSuccess]) -> Iterator[tuple[str, DeviceHealth]]:
-    """The health of ranks' devices, with their nodes."""
+    """Yield the health of ranks' devices, with their nodes."""
     for success in successes:
         for health in success.report.findings.devices:
             yield "" if success.place is None else success.place.node, health
 
 
 def _if_any(sizes: Iterable[int]) -> tuple[int, ...]:
-    """The sizes of all ranks; empty where none is known."""
+    """Return the sizes of all ranks; empty if none is known."""
     known = tuple(sizes)
     return known if any(known) else ()
 
 
 def _counting(reporting: Sequence[RankReport], amount: str) -> RankReport:
-    """The first rank whose program counted what it trains on; where none did, the first."""
+    """Return the report of the first rank whose program counted its training data; else of the first rank."""
     scripts = ((report, report.findings.script) for report in reporting)
     return next(
         (r for r, script in scripts if script is not None and getattr(script, amount) is not None), reporting[0]
@@ -489,7 +488,7 @@ def _counting(reporting: Sequence[RankReport], amount: str) -> RankReport:
 
 
 def _losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
-    """The gang's losses: where every rank tells that of its own share, their mean."""
+    """Return the gang's losses: if every rank reports that of its own share, their mean."""
     shares = [report.losses for report in reports if report.losses and _reports_share(report)]
     if len(shares) > 1 and all(report.losses in ((), *shares) for report in reports):
         return tuple(statistics.fmean(losses) for losses in zip(*shares, strict=False))
@@ -503,7 +502,7 @@ def _reports_share(report: RankReport) -> bool:
 
 
 def _first_full(sequences: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """The values of the first rank that has any: some programs report them on their last rank only."""
+    """Return the values of the first rank that has any: some programs report only on their last rank."""
     return next((values for values in sequences if values), ())
 
 
@@ -515,11 +514,11 @@ T = TypeVar("T")
 
 
 def merge_findings(ranks: Sequence[Findings]) -> Findings:
-    """The findings of a gang, from those of its ranks in rank order.
+    """Merge the findings of a gang's ranks, given in rank order.
 
-    Effects of recompute and the cast lists are those of the rank where they are largest, pattern by pattern: a rank may
-    hold none of the layers concerned. Compilation is that of the rank that compiled most. The rest is equal on all
-    ranks, or decided by the first: it comes from the first rank that has it.
+    Effects of recompute and the cast lists come from the rank where they are largest, per pattern: a rank may hold none
+    of the layers concerned. Compilation comes from the rank that compiled most. The rest is equal on all ranks, or
+    decided by the first; it comes from the first rank that has it.
     """
     return Findings(
         recompute=_largest_effects(findings.recompute for findings in ranks),
@@ -547,7 +546,7 @@ def _merge_graphs(ranks: Sequence[GraphReport]) -> GraphReport | None:
 
 
 def _largest_effects(ranks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
-    """The largest effect of each pattern on any rank; on one rank, those of all its pipeline chunks add up."""
+    """Return each pattern's largest effect on any rank. Effects of a rank's pipeline chunks add up."""
     largest: dict[str, PatternEffect] = {}
     for effects in ranks:
         own: dict[str, PatternEffect] = {}
@@ -586,23 +585,23 @@ def _first(values: Iterable[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
-# The outcome of an attempt whose controller died, from what its ranks left on disk.
+# The outcome of an attempt whose controller died, from its ranks' files on disk.
 
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """The end of an attempt. ``ended_at_s``: when it last wrote anything; None where it left nothing."""
+    """The end of an attempt. ``ended_at_s``: time of its last write; None if it left nothing."""
 
     outcome: Outcome
     ended_at_s: float | None
 
 
 def recover(attempts: Path, token: str, world_size: int) -> Remains:
-    """The outcome of the attempt with this token, if it is known; else ``GangLost``.
+    """Return the outcome of the attempt with this token if it is known; else ``GangLost``.
 
-    It is known when reports of all ranks were stored, or why some rank failed: its peers were killed for it.
-    ``attempts`` is the folder the backend worked in; what ranks stored on other hosts is not found. Results of other
-    launches (other tokens) do not count.
+    It is known if reports of all ranks were stored, or the reason why some rank failed: its peers were then killed.
+    ``attempts`` is the folder the backend worked in. Results on other hosts are not found. Results of other launches
+    (other tokens) do not count.
     """
     folder = next((path for path in attempts.glob(f"*-{token[:8]}") if path.is_dir()), None)
     if folder is None:
@@ -617,7 +616,7 @@ def recover(attempts: Path, token: str, world_size: int) -> Remains:
 
 
 def _disturbances(folder: Path) -> list[Disturbance]:
-    """What wardens stored of their nodes while the gang measured."""
+    """Return the disturbances that wardens stored while the gang measured."""
     found: list[Disturbance] = []
     for path in sorted(folder.glob(f"*{LOAD_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):
@@ -644,7 +643,7 @@ def _lost(message: str) -> Outcome:
     return GangLost(evidence=Evidence(message=message), cause="controller")
 
 
-# ---- Follows the gangs of a backend on the controller's side: takes node events, gives gang events, does no I/O
+# ---- Follows the gangs of a backend on the controller's side: node events in, gang events out, no I/O
 
 
 @dataclass(slots=True, kw_only=True)
@@ -653,7 +652,7 @@ class _TrackedGang:
     log_dir: str
     launched_at_s: float
     waiting: set[str]
-    """Nodes on which processes of the gang may still be left."""
+    """Nodes that may still have processes of the gang."""
     results: list[RankResult] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     progress: dict[str, GangProgress] = field(default_factory=dict)
@@ -664,8 +663,7 @@ class GangTracker:
     """Follows gangs from launch to end.
 
     Args:
-        order: ``order(node, attempt_id, order)`` tells the node something about its ranks of the attempt; it may not
-            fail.
+        order: ``order(node, attempt_id, order)`` sends the node an order for its ranks of the attempt; must not raise.
     """
 
     def __init__(self, order: Callable[[str, str, GangOrder], None]) -> None:
@@ -678,18 +676,18 @@ class GangTracker:
         return tuple(self._gangs)
 
     def launched(self, launch: GangLaunch, *, log_dir: str, now_s: float) -> None:
-        """Begin to wait for the launch's nodes. Call before any of them starts."""
+        """Start to wait for the launch's nodes. Call before any of them starts."""
         self._gangs[launch.attempt_id] = _TrackedGang(
             launch=launch, log_dir=log_dir, launched_at_s=now_s, waiting=set(launch.placement.nodes)
         )
 
     def expects(self, node: str, attempt_id: str, token: str) -> bool:
-        """Whether ``node`` is at work on this launch of the attempt."""
+        """Whether ``node`` is running this launch of the attempt."""
         gang = self._gangs.get(attempt_id)
         return gang is not None and gang.launch.token == token and node in gang.waiting
 
     def handle(self, node: str, event: NodeEvent, *, now_s: float) -> list[GangEvent]:
-        """Take in what ``node`` reports; events of unknown attempts or old tokens are dropped."""
+        """Handle an event from ``node``. Events of unknown attempts or old tokens are dropped."""
         if not self.expects(node, event.attempt_id, event.token):
             return []
         gang = self._gangs[event.attempt_id]
@@ -708,7 +706,7 @@ class GangTracker:
                 return self._gone(gang, node, event.results, now_s, event.disturbance)
 
     def kill(self, attempt_id: str, reason: str) -> None:
-        """Have every node kill its part, with ``reason`` as the cause."""
+        """Order every node to kill its part, with ``reason`` as the cause."""
         if gang := self._gangs.get(attempt_id):
             for node in sorted(gang.waiting):
                 self._order(node, attempt_id, StopGang(reason=reason, is_cause=True))
@@ -722,7 +720,7 @@ class GangTracker:
         attempts: Iterable[str] | None = None,
         category: Literal["lost", "preempted"] = "lost",
     ) -> list[GangEvent]:
-        """Give up on a node's part of its gangs (or of ``attempts`` only) and kill the rest of them."""
+        """Count a node's part of its gangs (or only of ``attempts``) as lost, and kill the rest of them."""
         events: list[GangEvent] = []
         for attempt_id in list(self._gangs if attempts is None else attempts):
             gang = self._gangs.get(attempt_id)
@@ -739,7 +737,7 @@ class GangTracker:
 
     def _progress(self, gang: _TrackedGang, node: str, event: GangProgress) -> list[GangEvent]:
         gang.progress[node] = event
-        is_silent_somewhere = gang.launch.runner.startswith(SCRIPT_RUNNERS)  # then one node speaks for all
+        is_silent_somewhere = gang.launch.runner.startswith(SCRIPT_RUNNERS)  # then one node reports for all
         if len(gang.progress) < len(gang.launch.placement.nodes) and not is_silent_somewhere:
             return []
         slowest = min(gang.progress.values(), key=_position)

@@ -1,15 +1,15 @@
-"""Which rank keeps a gang waiting that makes no progress: a pure function of what was seen of its ranks.
+"""Finds the rank that a hanging gang waits for: a pure function of what was seen of its ranks.
 
-Whoever has begun a collective waits for the members of its group that have not. Followed to its end, such a chain
-leads to a rank that waits for nobody: the culprit. Where no record says more, the stacks decide. A gang whose ranks
-all stand in the same collective has no culprit among them: what joins them stands still.
+A rank that has begun a collective waits for the members of its group that have not. Such a chain ends at a rank that
+waits for no other: the culprit. Without records, the stacks decide. If all ranks are in the same collective, none of
+them is the culprit: the link between them hangs.
 
-On a device, a rank has begun what its host has only queued there: the host runs ahead. A device that hangs in a
-kernel of its own is told from those that wait for it only where NCCL keeps timings. Then what it has queued is
-behind what the others are at; else its record says what theirs do, and the verdict is ``link``.
+On a device, a rank has begun what its host has only queued, because the host runs ahead. A device that hangs in its own
+kernel differs from those that wait for it only if NCCL keeps timings. Then its queued work is behind that of the
+others. Otherwise its record equals theirs, and the verdict is ``link``.
 
-Collectives are counted as torch's Flight Recorder counts them: a process group numbers its operations, all of its ranks
-in the same order, so that ranks can be compared by them.
+Collectives are counted as in torch's Flight Recorder: a process group numbers its operations in the same order on all
+of its ranks, so the numbers are comparable.
 """
 
 from __future__ import annotations
@@ -21,50 +21,48 @@ from typing import Literal
 
 
 class StackState(enum.IntEnum):
-    """How likely a rank is the one for which the others wait; the smaller, the likelier."""
+    """State of a rank's stack. The smaller, the likelier the others wait for it."""
 
     STOPPED = 0
-    """A signal has stopped it: it does not run at all."""
+    """Stopped by a signal."""
     ELSEWHERE = 1
-    """It is in code that waits for no peer, or it cannot be asked for its stack; or its records show that it is
-    behind."""
+    """In code that waits for no peer, or unable to report its stack; or its records show that it is behind."""
     UNCLEAR = 2
-    """It is in code that both computes and communicates: the backward pass, FSDP, distributed tensors. Or it was asked
-    for its stack and did not give it in time, as on a loaded node, or in a call of the kernel's."""
+    """In code that both computes and communicates (backward pass, FSDP, distributed tensors), or it wrote no stack in
+    time, as on a loaded node or in a system call."""
     WAITING = 3
-    """It waits in a collective operation, or for a device that does."""
+    """Waits in a collective, or for a device that does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """How far a rank is in one process group."""
+    """A rank's progress in one process group."""
 
     group: str
     """Backend and name of the group, the same on all of its ranks."""
     label: str
-    """What the group is called for people."""
+    """Display name of the group."""
     ranks: tuple[int, ...]
-    """Global ranks of its members, in the group's order; empty where the recorder does not know them."""
+    """Global ranks of its members, in the group's order; empty if the recorder lacks them."""
     entered: int
-    """Number of the last collective that the rank has begun; 0 before the first."""
+    """Number of the last collective begun by the rank; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCall:
-    """The earliest collective of a group that a rank has begun and that has not ended, or a send or receive."""
+    """A group's earliest pending collective on a rank, or a pending send or receive."""
 
     group: str
     number: int
-    """The group's count of collectives; 0 for sends and receives, which each rank counts for itself."""
+    """Number among the group's collectives; 0 for sends and receives, which ranks count separately."""
     name: str
     """The operation: ``all_reduce``."""
     sizes: str
     """Shapes of the inputs."""
     is_started: bool
-    """Whether the device is known to be at work on it; unknown unless NCCL keeps timings
-    (``TORCH_NCCL_ENABLE_TIMING``)."""
+    """Whether the device is known to work on it. Unknown unless NCCL keeps timings (``TORCH_NCCL_ENABLE_TIMING``)."""
     peer: int | None = None
-    """The other rank of a ``send`` or ``recv``."""
+    """Other rank of a ``send`` or ``recv``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,51 +72,51 @@ class FlightRecord:
     places: tuple[GroupPlace, ...] = ()
     calls: tuple[PendingCall, ...] = ()
     is_complete: bool = True
-    """Whether the recorder still has all of its entries: its buffer is a ring."""
+    """Whether the recorder's ring buffer still has all entries."""
 
     def place(self, group: str) -> GroupPlace | None:
-        """How far the rank is in a group; None where it says nothing of it."""
+        """Return the rank's progress in a group; None if not recorded."""
         return next((place for place in self.places if place.group == group), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSight:
-    """What one rank was doing when it was examined."""
+    """State of one rank when it was examined."""
 
     rank: int
     stack: Literal["stopped", "elsewhere", "unclear", "waiting"]
-    """What its stack says of it: a :class:`Blame` in lower case."""
+    """State of its stack: a :class:`StackState` in lower case."""
     where: str
-    """Function, file and line in which it was, as a clause for people."""
+    """Function, file and line it was in, as a clause for display."""
     progress: tuple[int, int] | None
-    """Phase and step that it had reported, as numbers; None where it is not one to report any: that tells nothing."""
+    """Last reported phase and step, as numbers; None for ranks that report none, which means nothing."""
     record: FlightRecord | None = None
-    """None where it gave none."""
+    """Its record; None if it gave none."""
 
     @property
     def stack_state(self) -> StackState:
-        """What its stack alone says of it."""
+        """State by its stack alone."""
         return StackState[self.stack.upper()]
 
 
 _SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
-"""Collectives to which every rank of a group brings tensors of the same shape."""
+"""Collectives whose tensors have the same shape on every rank of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangVerdict:
-    """Who is to blame for a hang."""
+    """Verdict on a hang."""
 
     kind: Literal["rank", "link", "disagreement", "unknown"]
-    """A rank hangs; all are in one collective; ranks wait for each other in different ones; nothing tells."""
+    """A rank hangs; all are in one collective; ranks wait for each other in different ones; or unknown."""
     suspects: tuple[int, ...]
-    """The ranks of which one is to blame, all equally; for the other kinds the ranks that wait."""
+    """Ranks of which one is the culprit, all equally likely; for other kinds, the waiting ranks."""
     detail: str = ""
-    """What the records show beyond what the ranks were doing, as a clause for people."""
+    """Further evidence from the records, as a clause for display."""
 
 
 def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
-    """Judge a gang by what was seen of its ranks, at least one, by rank."""
+    """Judge a gang by the states of its ranks, by rank; at least one."""
     waits = {rank: _waits_for(rank, sights) for rank in sights}
     behind = {peer: rank for rank, peers in waits.items() for peer in sorted(peers)}
     least = min((sight.progress for sight in sights.values() if sight.progress is not None), default=None)
@@ -136,7 +134,7 @@ def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
 
 
 def _waits_for(rank: int, sights: Mapping[int, RankSight]) -> set[int]:
-    """The ranks that have not begun what ``rank`` is in."""
+    """Return the ranks that have not begun the operation that ``rank`` is in."""
     record = sights[rank].record
     calls = () if record is None else record.calls
     return {peer for call in calls for peer in _members(rank, call, sights) if _is_missing(rank, peer, call, sights)}
@@ -156,7 +154,7 @@ def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, Ra
     if peer == rank or peer not in sights:
         return False
     sight = sights[peer]
-    if sight.record is None:  # it did not even answer: it is missing unless it evidently waits as well
+    if sight.record is None:  # it did not answer: missing unless its stack shows that it waits too
         return sight.stack_state is not StackState.WAITING
     same = _counterparts(rank, call, peer, sight.record)
     if call.peer is None:
@@ -171,7 +169,7 @@ def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, Ra
 
 
 def _counterparts(rank: int, call: PendingCall, peer: int, record: FlightRecord) -> list[PendingCall]:
-    """What ``peer`` has begun of the operation that ``call`` is of ``rank``: a send meets a receive, and no send."""
+    """Return the calls of ``peer`` that match ``call`` of ``rank``: a send matches only a receive."""
     if call.peer is None:
         return [it for it in record.calls if it.peer is None and (it.group, it.number) == (call.group, call.number)]
     if call.peer != peer:
@@ -180,7 +178,7 @@ def _counterparts(rank: int, call: PendingCall, peer: int, record: FlightRecord)
 
 
 def _is_in_call(rank: int, sights: Mapping[int, RankSight]) -> bool:
-    """Whether the rank is in an operation that its device is at work on, as far as is known."""
+    """Whether the rank is in an operation that its device is known to work on."""
     record = sights[rank].record
     calls = () if record is None else record.calls
     return any(call.is_started or not _is_started_by_any(rank, call, sights) for call in calls)
@@ -192,17 +190,17 @@ def _is_started_by_any(rank: int, call: PendingCall, sights: Mapping[int, RankSi
 
 
 def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int, int] | None) -> StackState:
-    """How likely a rank is the culprit, by its records first and by its stack where they say nothing.
+    """Return how likely a rank is the culprit, by its records first and by its stack if they show nothing.
 
-    ``is_in_call``: it is in an operation that it has begun, whoever else has: wherever its host is meanwhile, the
-    others do not wait for that.
+    ``is_in_call``: it is in an operation that it has begun, whichever others have too. The others do not wait for its
+    host then, wherever that is.
     """
     if sight.stack_state is StackState.STOPPED:
         return StackState.STOPPED
     if is_in_call:
         return StackState.WAITING
     if is_behind:
-        # gloo records neither sends nor what goes through a store: a rank that waits there is behind by no own fault
+        # gloo records neither sends nor stores: a rank that waits there is behind through no fault of its own
         return (
             StackState.UNCLEAR
             if sight.stack_state is StackState.WAITING and not _records_all(sight)
@@ -212,16 +210,16 @@ def _level(sight: RankSight, is_in_call: bool, is_behind: bool, least: tuple[int
 
 
 def _records_all(sight: RankSight) -> bool:
-    """Whether the rank's recorder knows of every operation by which it could wait for a peer."""
+    """Whether the rank's recorder has every operation in which it could wait for a peer."""
     places = () if sight.record is None else sight.record.places
     return any(not place.group.startswith("gloo:") for place in places)
 
 
 def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) -> HangVerdict:
-    """The verdict on a gang in which everybody waits."""
+    """Return the verdict on a gang in which all ranks wait."""
     ranks = tuple(sorted(sights))
     elsewhere = tuple(rank for rank in ranks if waits[rank] and sights[rank].stack_state is StackState.ELSEWHERE)
-    if 0 < len(elsewhere) < len(ranks):  # it has left operations behind that go on without it
+    if 0 < len(elsewhere) < len(ranks):  # they left behind operations that continue without them
         return HangVerdict(kind="rank", suspects=elsewhere)
     calls = {rank: sight.record.calls for rank, sight in sights.items() if sight.record and sight.record.calls}
     if not calls:
@@ -258,14 +256,14 @@ def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) ->
 
 
 def _may_be_in(call: PendingCall, sight: RankSight) -> bool:
-    """Whether a rank that waits is in this operation, as far as is known."""
+    """Whether a waiting rank may be in this operation."""
     if sight.record is None or call.peer is not None:
         return True
     return any((other.group, other.number) == (call.group, call.number) for other in sight.record.calls)
 
 
 def _in_circles(waits: Mapping[int, set[int]]) -> set[int]:
-    """The ranks from which no chain of waiting leads to one that waits for nobody."""
+    """Return the ranks from which no chain of waiting leads to a rank that does not wait."""
     free = {rank for rank, peers in waits.items() if not peers}
     while found := {rank for rank, peers in waits.items() if rank not in free and peers & free}:
         free |= found
@@ -289,7 +287,7 @@ def _label(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> str
 
 
 def _lag(late: int, waiting: int, sights: Mapping[int, RankSight]) -> str:
-    """What a rank waits for that another has not begun, as a clause."""
+    """Describe what one rank waits for and another has not begun, as a clause."""
     record = sights[waiting].record
     calls = () if record is None else record.calls
     for call in calls:

@@ -1,4 +1,4 @@
-"""The messages between controller, agent, warden and rank: JSON lines, made by :mod:`trials.files`."""
+"""The messages between controller, agent, warden and rank: JSON lines, encoded by :mod:`trials.files`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trials.health import Disturbance
 from trials.outcome import Phase, RankReport
 
 SCRIPT_RUNNERS = "trials.script."
-"""How the names of runners begin whose work is a user's program."""
+"""Prefix of runners that run a user's program."""
 PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank really ran, as it saw it itself."""
+    """Where a rank ran, from its own point of view."""
 
     node: str
-    """The node whose agent started it."""
+    """Node whose agent started it."""
     host: str
-    """What the host calls itself."""
+    """The host's own name."""
     device: str
-    """UUID of the GPU in use; elsewhere the index of the slot it was given."""
+    """UUID of the GPU in use; without one, the index of the rank's slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +41,21 @@ class RankSuccess:
     rank: int
     report: RankReport
     place: RankPlace | None = None
-    """None where no process ran: on virtual clusters."""
+    """None if no process ran, as on virtual clusters."""
     seen_steps: tuple[int, ...] = ()
-    """Numbers of the measured steps whose progress the warden received; its clock is none that the rank can change."""
+    """Numbers of the measured steps whose progress the warden received. Ranks cannot change its clock."""
     seen_at_s: tuple[float, ...] = ()
-    """When (monotonic) it did."""
+    """Times (monotonic) at which it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """Why a rank has no report; ``rank`` is None when that concerns a whole node or gang.
+    """Reason why a rank has no report; ``rank`` is None if it concerns a whole node or gang.
 
     ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
-    a report), ``exception`` (an exit that Python code requested), ``deadline``, ``preempted`` (the batch system ends
+    a report), ``exception`` (an exit requested by Python code), ``deadline``, ``preempted`` (the batch system ends
     the node's processes), ``killed`` (by a signal from outside), ``controller`` (it killed the gang, or was silent for
-    too long), ``stopped`` (killed for a peer's failure).
+    too long), ``stopped`` (killed because a peer failed).
     """
 
     kind: ClassVar[str] = "failure"
@@ -72,7 +72,7 @@ class RankFailure:
     refused: tuple[str, ...] = ()
     """See :class:`trials.outcome.Infeasible`."""
     sights: tuple[RankSight, ...] = ()
-    """What the rank was doing when its gang hung, or the gang's ranks that it had started; empty for other failures."""
+    """What the rank, or the ranks it had started, were doing when the gang hung; empty for other failures."""
 
 
 RankResult = RankSuccess | RankFailure
@@ -80,28 +80,28 @@ RankResult = RankSuccess | RankFailure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """A rank has reached this phase and step."""
+    """Phase and step that a rank has reached."""
 
     kind: ClassVar[str] = "progress"
     phase: Phase
     step: int
     step_time_s: float | None
     is_compiling: bool = False
-    """Whether it is compiling code; repeated while it does."""
+    """Whether it is compiling; repeated while it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlot:
-    """Where on its node a process of a gang runs, which is one rank or starts several."""
+    """Place of a gang's process on its node. The process is one rank or starts several."""
 
     rank: int
     local_rank: int
     index: int
     """Position of its device among those visible to the agent."""
     held: tuple[int, ...] = ()
-    """Positions of all its devices, where it starts ranks for them itself; else it has the one at ``index``."""
+    """Positions of all its devices, if it starts ranks for them itself; else it has the one at ``index``."""
     starts: tuple[int, ...] = ()
-    """The gang's ranks on them by the placement, where it starts those itself: then ``rank`` is its node's position."""
+    """The gang's ranks on these devices, if it starts them itself; ``rank`` is then its node's position."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -123,22 +123,22 @@ class NodeLaunch:
     """Absolute path of the attempt's folder."""
     slots: tuple[RankSlot, ...]
     world_size: int
-    """Slots on all nodes."""
+    """Number of slots on all nodes."""
     deadlines: Deadlines
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of every rank, beside torchrun's per-rank variables."""
+    """Environment of every rank, without torchrun's per-rank variables."""
     num_threads: int = 1
     """Threads per device."""
     device_kind: DeviceKind = "cpu"
     handles: tuple[DeviceHandle, ...] = ()
-    """The node's devices by position, where they are accelerators."""
+    """The node's devices by position, if they are accelerators."""
     interface: str | None = None
     """Network interface by which other nodes reach this one; None if unknown."""
     node_rank: int = 0
     """Position of the node among those of the gang."""
     num_nodes: int = 1
     release_s: float = 60.0
-    """How long processes may take to end after a SIGKILL or their last report; a driver may hold them for ever."""
+    """Time for processes to end after SIGKILL or their last report, in seconds. A driver may hold them forever."""
 
     @property
     def is_script(self) -> bool:
@@ -153,14 +153,14 @@ class StopGang:
     kind: ClassVar[str] = "stop"
     reason: str
     is_cause: bool
-    """Whether the gang ends because of this, not of a failure elsewhere."""
+    """Whether this ends the gang, not a failure elsewhere."""
     is_hang: bool = False
-    """Whether ranks elsewhere make no progress: then it is to be seen first what those here are doing."""
+    """Whether ranks elsewhere make no progress. If so, examine the ranks here first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """The controller is alive, and will report again within ``patience_s``."""
+    """Sign of life of the controller, which will report again within ``patience_s``."""
 
     kind: ClassVar[str] = "beat"
     patience_s: float
@@ -168,7 +168,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCompiles:
-    """A rank on another node has compiled for so long since the last message; the ranks here may only wait for it."""
+    """Compile time of a rank on another node since the last message. The ranks here may be waiting for it."""
 
     kind: ClassVar[str] = "peer_compiles"
     seconds: float
@@ -180,7 +180,7 @@ Order = GangOrder | Beat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCompiling:
-    """A rank on this node has compiled for so long since the last message."""
+    """Compile time of a rank on this node since the last message."""
 
     kind: ClassVar[str] = "node_compiling"
     attempt_id: str
@@ -190,14 +190,14 @@ class NodeCompiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailing:
-    """The ranks on this node are being killed, so those on the other nodes must be as well."""
+    """The ranks on this node are being killed; those on the other nodes must be killed too."""
 
     kind: ClassVar[str] = "node_failing"
     attempt_id: str
     token: str
     reason: str
     is_hang: bool = False
-    """Whether they made no progress, for which a rank on another node may be to blame."""
+    """Whether they made no progress. A rank on another node may be the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,25 +209,25 @@ class NodeGone:
     token: str
     results: tuple[RankResult, ...]
     disturbance: Disturbance | None = None
-    """What else the node did while the gang measured; None where that was not looked at."""
+    """Other load on the node while the gang measured; None if not watched."""
 
 
 NodeEvent = GangProgress | NodeCompiling | NodeFailing | NodeGone
 
 
 def line(message: Any) -> bytes:
-    """The message as a line of JSON."""
+    """Encode the message as a line of JSON."""
     return json.dumps(to_json(message), separators=(",", ":")).encode() + b"\n"
 
 
 class Lines:
-    """Puts together JSON lines from the pieces that arrive on a pipe or socket."""
+    """Assembles JSON lines from the pieces that arrive on a pipe or socket."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[Any]:
-        """The messages that are complete now that ``chunk`` has arrived."""
+        """Yield the messages that ``chunk`` completes."""
         *complete, self._rest = (self._rest + chunk).split(b"\n")
         for text in complete:
             yield json.loads(text)
@@ -236,7 +236,7 @@ class Lines:
 def node_launch(
     launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str], interface: str | None = None
 ) -> NodeLaunch:
-    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it.
+    """Return the part of ``launch`` placed on ``node``. ``launch.env`` overrides the backend's ``env``.
 
     Args:
         interface: network interface by which other nodes reach this one.
@@ -271,25 +271,25 @@ def _slots(launch: GangLaunch, node: str) -> tuple[RankSlot, ...]:
     return tuple(RankSlot(rank=rank, local_rank=i, index=index) for i, (rank, index) in enumerate(placed))
 
 
-# When a rank has missed a deadline, from the reports seen and the clock. No effects.
+# Missed deadlines of a rank, from its reports and the clock. No side effects.
 
 
 @dataclass(slots=True, kw_only=True)
 class RankClock:
-    """The phase and step that a rank has reported last, and when (monotonic seconds)."""
+    """Last phase and step reported by a rank, with their times (monotonic, in seconds)."""
 
     entered_at_s: float
-    """When the present phase began."""
+    """Start of the present phase."""
     reported_at_s: float | None = None
-    """When the last report came; None before the first, while only the starting deadline counts."""
+    """Time of the last report; None before the first, while only the starting deadline counts."""
     phase: Phase = "starting"
     step: int = 0
     step_time_s: float | None = None
     compiles_since_s: float | None = None
-    """When it last reported that it is compiling; None while it is not."""
+    """Time at which it last reported compiling; None if it is not compiling."""
 
     def advance(self, progress: RankProgress, now_s: float, *, is_sign: bool = True) -> None:
-        """Take in a report; ``is_sign``: whether it is a sign of life, which compiling is not for ever."""
+        """Record a report; ``is_sign``: whether it counts as a sign of life, as compiling does only for a time."""
         if progress.phase != self.phase:
             self.entered_at_s = now_s
         self.phase, self.step, self.step_time_s = progress.phase, progress.step, progress.step_time_s
@@ -298,34 +298,33 @@ class RankClock:
             self.reported_at_s = now_s
 
     def stand_still(self, seconds: float, now_s: float) -> None:
-        """Leave out so many seconds that have just passed: neither of the deadlines counts them."""
+        """Exclude the ``seconds`` that just passed from both deadlines."""
         self.entered_at_s = min(now_s, self.entered_at_s + seconds)
         if self.reported_at_s is not None:
             self.reported_at_s = min(now_s, self.reported_at_s + seconds)
 
     def restart_wait(self, now_s: float) -> None:
-        """Begin the phase again, if nothing was ever reported: a peer is done, and this rank will be."""
+        """Restart the phase if nothing was ever reported: a peer is done, so this rank will be."""
         if self.reported_at_s is None:
             self.entered_at_s = now_s
 
     @property
     def position(self) -> tuple[int, int]:
-        """Phase and step as numbers: larger means further."""
+        """Phase and step as numbers that grow with progress."""
         return PHASES.index(self.phase), self.step
 
 
 @dataclass(slots=True, kw_only=True)
 class CompileTime:
-    """The time for which ranks of a gang compile, one or several at a time: it counts towards no deadline but its
-    own."""
+    """Compile time of a gang's ranks, one or several at a time. It counts only towards its own deadline."""
 
     left_s: float
-    """Seconds that it may still take."""
+    """Seconds left."""
     counted_until_s: float = -math.inf
-    """Until when (monotonic) it has been counted, so that ranks that compile side by side count once."""
+    """Time (monotonic) until which it was counted, so that ranks that compile at once count once."""
 
     def passed(self, since_s: float, now_s: float) -> float:
-        """Count the time between, during which a rank has compiled; gives the seconds that are new and allowed."""
+        """Count a period of compiling; return the seconds in it that are new and allowed."""
         seconds = min(max(0.0, now_s - max(since_s, self.counted_until_s)), self.left_s)
         self.counted_until_s = max(self.counted_until_s, now_s)
         self.left_s -= seconds
@@ -333,13 +332,13 @@ class CompileTime:
 
 
 def due_at_s(clock: RankClock, deadlines: Deadlines) -> float:
-    """When the rank will be overdue unless it reports before."""
+    """Return the time at which the rank is overdue unless it reports before."""
     phase_end = clock.entered_at_s + _allowed_s(clock.phase, deadlines)
     return phase_end if clock.reported_at_s is None else min(phase_end, clock.reported_at_s + deadlines.stall_s)
 
 
 def overdue_reason(clock: RankClock, deadlines: Deadlines) -> str:
-    """Which of the two deadlines :func:`due_at_s` is about, for people."""
+    """Describe which of the two deadlines :func:`due_at_s` returns."""
     allowed_s = _allowed_s(clock.phase, deadlines)
     if due_at_s(clock, deadlines) < clock.entered_at_s + allowed_s:
         return f"no progress for {deadlines.stall_s:g} s in phase {clock.phase} at step {clock.step}"

@@ -1,2 +1,2 @@
-"""Nodes, devices, where ranks are placed on them, and the catalogue of accelerators. Imports no other room of
+"""Nodes, devices, the placement of ranks on them, and the catalogue of accelerators. Imports no other room of
 ``cluster``."""

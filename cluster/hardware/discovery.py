@@ -1,4 +1,4 @@
-"""Finds what this host has to offer, by the tools of the devices' vendors and without importing torch."""
+"""Discovers this host's devices through their vendors' tools, without importing torch."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from cluster.hardware.topology import (
 )
 from trials.accelerator.kinds import FAMILIES, DeviceKind
 
-# ---- What the vendors' tools say of the devices of this host, one module per kind. Imports no torch, starts no
-# device
+# ---- The devices of this host according to their vendors' tools. Imports no torch, starts no device
 
-# Asks a vendor's tool, with a time limit, and says how it fails.
+# Runs a vendor's tool with a time limit, and reports how it fails.
 
 
 QUERY_TIMEOUT_S = 90.0
-"""Longer than a driver takes that has to start all devices of a large host first: NVIDIA's does at every question, for
-some seconds per device, if its persistence mode is off and no process uses the devices."""
+"""Time limit of a query, in seconds. NVIDIA's driver starts all devices on every query, some seconds each, if
+persistence mode is off and no process uses them."""
 PERSISTENCE = (
     "; without persistence mode the driver initializes all GPUs on every query: run nvidia-smi -pm 1, or "
     "nvidia-persistenced"
@@ -46,29 +45,29 @@ _MAX_WORDS = 300
 
 
 class DeviceQueryError(RuntimeError):
-    """A vendor's tool fails or hangs: no trial should run on its devices. The message says how."""
+    """Failure or hang of a vendor's tool: no trial should run on its devices. The message describes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedDevice:
-    """One device as its vendor's tool shows it."""
+    """One device as listed by its vendor's tool."""
 
     name: str
-    """Its name for the variable that says which devices a process sees: a number, or the UUID of a part of a GPU."""
+    """Name in the variable that makes devices visible: a number, or the UUID of a MIG slice."""
     model: str
-    """What the hardware calls itself."""
+    """Name reported by the hardware."""
     memory_bytes: int
     used_bytes: int | None = None
-    """Memory in use by everybody; None where the tool gives no figure."""
+    """Memory in use by all processes; None if the tool gives no figure."""
     uuid: str = ""
     bus_id: str = ""
-    """Address on the PCI bus as sysfs writes it, ``0000:c1:00.0``."""
+    """Address on the PCI bus in the format of sysfs, ``0000:c1:00.0``."""
     is_slice: bool = False
-    """Whether it is a part of a GPU (MIG) rather than a whole one."""
+    """Whether it is a MIG slice rather than a whole GPU."""
     gpu_uuid: str = ""
-    """UUID of the GPU that a slice is a part of; empty for a whole one."""
+    """UUID of the slice's GPU; empty for a whole GPU."""
     trouble: str = ""
-    """Why no rank can use it; empty where one can."""
+    """Reason why no rank can use it; empty if usable."""
 
 
 def is_installed(tool: str) -> bool:
@@ -77,10 +76,10 @@ def is_installed(tool: str) -> bool:
 
 
 def query(tool: str, *arguments: str) -> str:
-    """What the tool answers.
+    """Return the tool's output.
 
     Raises:
-        DeviceQueryError: it is not there, fails, or gives no answer in time.
+        DeviceQueryError: it is missing, fails, or times out.
     """
     if (program := shutil.which(tool)) is None:
         raise DeviceQueryError(f"{tool} is not on the PATH")
@@ -100,10 +99,10 @@ def query(tool: str, *arguments: str) -> str:
 
 
 def query_json(tool: str, *arguments: str) -> Any:
-    """The JSON in what the tool answers; warnings may stand before it.
+    """Return the JSON in the tool's output, which warnings may precede.
 
     Raises:
-        DeviceQueryError: as :func:`ask`, or there is none.
+        DeviceQueryError: as :func:`query`, or there is no JSON.
     """
     output = query(tool, *arguments)
     starts = [place for place in (output.find("{"), output.find("[")) if place >= 0]
@@ -118,7 +117,7 @@ def query_json(tool: str, *arguments: str) -> Any:
 
 
 def _abandon(process: subprocess.Popen[str]) -> None:
-    """Kill the process without insisting on its end: nothing can end what hangs in a broken driver."""
+    """Kill the process without waiting for its end: one that hangs in a broken driver never ends."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1.0)
@@ -127,22 +126,22 @@ def _abandon(process: subprocess.Popen[str]) -> None:
 
 
 def whole_number(text: Any) -> int | None:
-    """The number that the text is; None for "N/A" and the like."""
+    """Parse a whole number; None for "N/A" and the like."""
     cleaned = str(text).strip()
     return int(cleaned) if cleaned.isdigit() else None
 
 
 def bus_id_of(text: Any) -> str:
-    """An address on the PCI bus as sysfs writes it: four digits of domain, lower case."""
+    """Convert an address on the PCI bus to the format of sysfs: four digits of domain, lower case."""
     domain, _, rest = str(text).strip().lower().partition(":")
     return f"{domain[-4:].zfill(4)}:{rest}" if rest.count(":") == 1 else ""
 
 
-# AMD's GPUs as rocm-smi or, where that is missing, amd-smi shows them.
+# AMD's GPUs according to rocm-smi or, if that is missing, amd-smi.
 #
 # Formats: the JSON of ``rocm-smi --showproductname --showuniqueid --showbus --showmeminfo vram`` (ROCm 5 writes
-# "Card series", ROCm 6 "Card Series"), and of ``amd-smi static`` and ``amd-smi metric --mem-usage`` (a list, in newer
-# ones in ``gpu_data``). Written from these documented outputs, untried on hardware.
+# "Card series", ROCm 6 "Card Series"), and of ``amd-smi static`` and ``amd-smi metric --mem-usage`` (a list; newer
+# versions wrap it in ``gpu_data``). Based on this documented output, untried on hardware.
 
 
 AMD_TOOLS = ("rocm-smi", "amd-smi")
@@ -151,7 +150,7 @@ _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "MIB": 1 << 20, "GB": 1 << 30, "
 
 
 def amd_devices() -> list[ListedDevice]:
-    """All GPUs, in the order of their numbers.
+    """Return all GPUs, in the order of their numbers.
 
     Raises:
         DeviceQueryError: the tool fails, or shows no memory.
@@ -188,7 +187,7 @@ def _cards(answer: Any) -> Iterable[tuple[int, Mapping[str, Any]]]:
 
 
 def _full_name(known: Mapping[str, Any]) -> str:
-    """What the card calls itself; with its maker, as catalogue and torch write it."""
+    """Return the card's name with its maker, as in the catalogue and torch."""
     for key in ("card series", "card model", "device name"):
         name = str(known.get(key, "")).strip()
         if name and name.upper() != "N/A" and not name.startswith("0x"):
@@ -224,18 +223,18 @@ def _listed(*arguments: str) -> list[Mapping[str, Any]]:
 
 
 def _bytes(gpu: Mapping[str, Any], section: str, key: str) -> int | None:
-    """A size, which has its unit beside it, or is in megabytes without one."""
+    """Parse a size with its unit, or in megabytes without one."""
     size = gpu.get(section, {}).get(key)
     value, unit = (size.get("value"), size.get("unit", "MB")) if isinstance(size, Mapping) else (size, "MB")
     number = whole_number(value)
     return None if number is None else number * _UNITS.get(str(unit).upper(), 1 << 20)
 
 
-# Huawei's Ascend NPUs as ``npu-smi info`` shows them: a table of two lines per chip, name above, memory below.
+# Huawei's Ascend NPUs according to ``npu-smi info``: a table of two lines per chip, name above, memory below.
 #
-# Chips are numbered in the order of the table, which is what ``ASCEND_RT_VISIBLE_DEVICES`` counts in; the tool's own
-# numbers need not begin at 0. Written from the published outputs of npu-smi 23 to 25 (910, 910B and the two chips of
-# the 910C, whose table has a column more), untried on hardware.
+# Chips are numbered in the order of the table, as in ``ASCEND_RT_VISIBLE_DEVICES``. The tool's own numbers need not
+# begin at 0. Based on the published output of npu-smi 23 to 25 (910, 910B and the two chips of the 910C, whose table
+# has an extra column), untried on hardware.
 
 
 ASCEND_TOOL = "npu-smi"
@@ -244,7 +243,7 @@ _BUS = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]"
 
 
 def ascend_devices() -> list[ListedDevice]:
-    """All chips, in the order of the table.
+    """Return all chips, in the order of the table.
 
     Raises:
         DeviceQueryError: npu-smi fails.
@@ -253,7 +252,7 @@ def ascend_devices() -> list[ListedDevice]:
 
 
 def parse(table: str) -> list[ListedDevice]:
-    """The chips of the table."""
+    """Parse the chips in the table."""
     found: list[ListedDevice] = []
     model = ""
     for line in table.splitlines():
@@ -264,7 +263,7 @@ def parse(table: str) -> list[ListedDevice]:
             words = cells[0].split()
             model = words[1] if len(words) == 2 and words[0].isdigit() else model
         elif usage := _USAGE.findall(cells[2]):
-            used, total = map(int, usage[-1])  # the last pair is the device's own memory, others are its host's
+            used, total = map(int, usage[-1])  # the last pair is the device's own memory, others are the host's
             found.append(
                 ListedDevice(
                     name=str(len(found)),
@@ -278,22 +277,22 @@ def parse(table: str) -> list[ListedDevice]:
 
 
 def _ascend_full_name(model: str) -> str:
-    """``Ascend910B3``, as the catalogue and torch_npu write it."""
+    """``Ascend910B3``, as in the catalogue and torch_npu."""
     return f"Ascend{model.removeprefix('Ascend')}"
 
 
-# Intel's GPUs as xpu-smi shows them: the JSON of ``xpu-smi discovery``, with and without the number of a card.
+# Intel's GPUs according to xpu-smi: the JSON of ``xpu-smi discovery``, with and without the number of a card.
 #
-# A card of several tiles is as many devices, each with its share of the card's memory: that is how ranks see them,
-# with ``ZE_FLAT_DEVICE_HIERARCHY=FLAT``, and how ``ZE_AFFINITY_MASK`` then counts, through all cards (Intel,
-# "Flattening GPU Tile Hierarchy"). Written from the documented output, untried on hardware.
+# A card of several tiles counts as several devices, each with its share of the card's memory. Ranks see them so with
+# ``ZE_FLAT_DEVICE_HIERARCHY=FLAT``, and ``ZE_AFFINITY_MASK`` then counts tiles through all cards (Intel, "Flattening
+# GPU Tile Hierarchy"). Based on the documented output, untried on hardware.
 
 
 INTEL_TOOL = "xpu-smi"
 
 
 def intel_devices() -> list[ListedDevice]:
-    """All tiles of all cards, in the order of the cards' numbers.
+    """Return all tiles of all cards, in the order of the cards' numbers.
 
     Raises:
         DeviceQueryError: xpu-smi fails, or shows no memory.
@@ -305,8 +304,8 @@ def intel_devices() -> list[ListedDevice]:
 
 
 def _tiles(card: Mapping[str, Any], facts: Mapping[str, Any], first: int) -> list[ListedDevice]:
-    """The tiles of a card, from its line in the list and its own page, which alone tells of memory and tiles; numbered
-    from ``first``. Memory in use is reported for whole cards only."""
+    """Return the tiles of a card, numbered from ``first``. Only the card's own page, not its line in the list, has
+    memory and tiles. Memory in use is reported for whole cards only."""
     total = whole_number(facts.get("memory_physical_size_byte"))
     free = whole_number(facts.get("memory_free_size_byte"))
     if total is None:
@@ -325,7 +324,7 @@ def _tiles(card: Mapping[str, Any], facts: Mapping[str, Any], first: int) -> lis
     ]
 
 
-# NVIDIA's GPUs, and the slices (MIG) that they may be divided into, as nvidia-smi shows them.
+# NVIDIA's GPUs and their MIG slices according to nvidia-smi.
 #
 # Formats: ``nvidia-smi --help-query-gpu``; for slices NVIDIA's MIG user guide (``nvidia-smi -L``), and the memory of
 # each in ``nvidia-smi -q -x``.
@@ -349,7 +348,7 @@ class _Gpu:
 
 
 def nvidia_devices() -> list[ListedDevice]:
-    """Whole GPUs; where there is none to use, the slices of those that are divided. A GPU of no use says why.
+    """Return whole GPUs; if none is usable, the slices of divided ones. Unusable GPUs have a reason.
 
     Raises:
         DeviceQueryError: nvidia-smi fails.
@@ -366,7 +365,7 @@ def nvidia_devices() -> list[ListedDevice]:
 
 
 def slices() -> list[ListedDevice]:
-    """The slices of all GPUs that are divided.
+    """Return the slices of all divided GPUs.
 
     Raises:
         DeviceQueryError: nvidia-smi fails.
@@ -376,7 +375,7 @@ def slices() -> list[ListedDevice]:
 
 
 def holders() -> list[tuple[str, str, str]]:
-    """UUID of the GPU, process number and MiB of the processes that compute.
+    """Return GPU UUID, pid and MiB of every compute process.
 
     Raises:
         DeviceQueryError: nvidia-smi fails.
@@ -386,7 +385,7 @@ def holders() -> list[tuple[str, str, str]]:
 
 
 def is_persistent() -> bool | None:
-    """Whether persistence mode is on for all GPUs; None where nvidia-smi does not know of it.
+    """Whether persistence mode is on for all GPUs; None if nvidia-smi does not report it.
 
     Raises:
         DeviceQueryError: nvidia-smi fails.
@@ -415,14 +414,14 @@ def _gpus() -> Iterator[_Gpu]:
 
 
 def _trouble(profile_name: str) -> str:
-    """What a GPU without a figure of its memory lacks; ``profile_name`` stands in the figure's place."""
+    """Explain why a GPU has no memory figure; ``profile_name`` is the value shown instead."""
     if "N/A" in profile_name or "Not Supported" in profile_name:
         return f"nvidia-smi shows no dedicated memory ({profile_name}), as for GPUs that share host memory"
     return f"nvidia-smi reports {profile_name}"
 
 
 def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
-    """The slices of these GPUs, each known by its UUID."""
+    """Yield the slices of these GPUs, identified by UUID."""
     memory = _memory_of_slices()
     gpu: ListedDevice | None = None
     for line in query(NVIDIA_TOOL, "-L").splitlines():
@@ -443,7 +442,7 @@ def _slices(gpus: dict[str, ListedDevice]) -> Iterator[ListedDevice]:
 
 
 def _memory_of_slices() -> dict[tuple[str, str], tuple[int, int | None]]:
-    """Memory and memory in use by bus address of the GPU and number of the slice; empty where it cannot be read."""
+    """Return memory and memory in use, by the GPU's bus address and the slice's number; empty if unreadable."""
     try:
         log = ElementTree.fromstring(query(NVIDIA_TOOL, "-q", "-x"))
     except ElementTree.ParseError:
@@ -460,7 +459,7 @@ def _memory_of_slices() -> dict[tuple[str, str], tuple[int, int | None]]:
 
 
 def _bytes_of_profile(profile: str) -> int:
-    """Bytes that the name of a profile such as ``3g.40gb`` promises; the slice has a little more."""
+    """Return the bytes in the name of a profile such as ``3g.40gb``; the slice has slightly more."""
     found = _GIGABYTES.search(profile)
     return int(found[1]) * 10**9 if found else 0
 
@@ -473,17 +472,17 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceError(ValueError):
-    """This host does not have the devices asked for. The message says what it has."""
+    """Request for devices that this host lacks. The message lists what it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """Who lists devices of one kind."""
+    """The tool and driver of one kind of devices."""
 
     tools: tuple[str, ...]
     listed: Callable[[], list[ListedDevice]]
     driver_files: tuple[str, ...]
-    """Files that are there only where a driver of such devices runs."""
+    """Files that exist only while a driver of such devices runs."""
 
 
 _MAKERS: Mapping[DeviceKind, _Maker] = {
@@ -492,7 +491,7 @@ _MAKERS: Mapping[DeviceKind, _Maker] = {
     "rocm": _Maker(tools=AMD_TOOLS, listed=amd_devices, driver_files=("/dev/kfd",)),
     "xpu": _Maker(tools=(INTEL_TOOL,), listed=intel_devices, driver_files=()),
 }
-"""In the order in which ``auto`` looks."""
+"""In the search order of ``auto``."""
 
 
 def discover_node(
@@ -506,14 +505,14 @@ def discover_node(
 ) -> Node:
     """Describe this host.
 
-    Without accelerators (or with ``device="cpu"``) every core is a device unless ``num_devices`` says otherwise, and
-    the host's cores and memory are shared out evenly. ``device_memory_bytes`` overrides what the hardware reports.
+    Without accelerators (or with ``device="cpu"``) every core is a device unless ``num_devices`` is given, and the
+    host's cores and memory are divided evenly. ``device_memory_bytes`` overrides the hardware's figure.
 
     Args:
         may_be_cpu: whether ``auto`` may find no accelerator.
 
     Raises:
-        DeviceError: accelerators are asked for that are not there, or are there and cannot be used.
+        DeviceError: the requested accelerators are missing or unusable.
     """
     found = _Found(kind="cpu") if device == "cpu" else _found(device)
     kind, listed = found.kind, found.devices
@@ -542,10 +541,10 @@ def discover_node(
 
 
 def listed(kind: DeviceKind, *, with_slices: bool = False) -> list[ListedDevice]:
-    """All devices of the kind that their tool shows, whatever this process may see; none where it is not installed.
+    """Return all devices of the kind, visible to this process or not; none if their tool is not installed.
 
     Args:
-        with_slices: list the slices of divided GPUs beside whole ones.
+        with_slices: also list the slices of divided GPUs.
 
     Raises:
         DeviceQueryError: the tool fails.
@@ -558,13 +557,13 @@ def listed(kind: DeviceKind, *, with_slices: bool = False) -> list[ListedDevice]
 
 
 def all_tools() -> tuple[str, ...]:
-    """The tools that list devices."""
+    """Return the tools that list devices."""
     return tuple(tool for maker in _MAKERS.values() for tool in maker.tools)
 
 
 def hidden() -> str | None:
-    """What in this process's environment hides the devices that a tool or a driver of this host is for; None where
-    nothing does."""
+    """Return the part of this process's environment that hides devices for which this host has a tool or driver; None
+    if there is none."""
     for kind, maker in _MAKERS.items():
         limit = _limit(kind)
         if limit and _are_hidden(kind) and (any(map(is_installed, maker.tools)) or _driver_files(maker)):
@@ -573,32 +572,32 @@ def hidden() -> str | None:
 
 
 def words(kind: DeviceKind, listed: Sequence[ListedDevice]) -> str:
-    """How many devices of what sort, for people."""
+    """Describe number and model of devices, for display."""
     what = "NPU(s)" if kind == "npu" else "slice(s) of GPUs" if listed[0].is_slice else "GPU(s)"
     return f"{len(listed)} {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The devices of one kind that ranks can use, and those that they cannot though the environment names them."""
+    """Usable devices of one kind, and unusable ones that the environment names."""
 
     kind: DeviceKind
     devices: Sequence[ListedDevice] = ()
     left_out: Sequence[ListedDevice] = ()
 
     def but(self) -> str:
-        """What is left out and why, listed after what there is; empty where nothing is."""
+        """Omitted devices with reasons, to follow the list of devices; empty if none."""
         return f", for {_troubles(self.left_out)}" if self.left_out else ""
 
 
 @functools.cache
 def _warn(warning: str) -> None:
-    """Warn once: a command looks at its host several times."""
+    """Warn once: a command inspects its host several times."""
     logger.warning(warning)
 
 
 def _found(device: DeviceChoice) -> _Found:
-    """The devices to be used: those asked for, or with ``auto`` the first kind that there is."""
+    """Return the requested devices; with ``auto``, those of the first kind found."""
     if device != "auto":
         kind: DeviceKind = device
         return _query_kind(kind)
@@ -616,8 +615,9 @@ def _found(device: DeviceChoice) -> _Found:
 
 
 def _offered(kind: DeviceKind, maker: _Maker) -> _Found:
-    """Devices that ``auto`` may use. Where there are some, or their driver, but none that can be used, that is an error
-    unless the environment hides them: trials on cores would be taken for trials of this hardware."""
+    """Return the devices that ``auto`` may use. Raise an error if there are devices, or their driver, but none is
+    usable, unless the environment hides them: results of trials on cores would be mistaken for results of this
+    hardware."""
     try:
         listed = maker.listed()
     except DeviceQueryError as error:
@@ -653,7 +653,7 @@ def _query_kind(kind: DeviceKind) -> _Found:
 
 
 def _usable(kind: DeviceKind, listed: Sequence[ListedDevice]) -> _Found:
-    """Those of ``listed`` that this process may see and ranks can use; of the others it may see a warning tells."""
+    """Return those of ``listed`` that are visible and usable; warn about visible but unusable ones."""
     seen = _visible(kind, listed)
     found = _Found(
         kind=kind,
@@ -666,7 +666,7 @@ def _usable(kind: DeviceKind, listed: Sequence[ListedDevice]) -> _Found:
 
 
 def _reason_for_none(kind: DeviceKind, found: _Found, listed: Sequence[ListedDevice]) -> str:
-    """Why none of the devices that the kind's tool lists can be used."""
+    """Explain why none of the listed devices is usable."""
     tool = " or ".join(_MAKERS[kind].tools)
     if found.left_out:
         return _troubles(found.left_out)
@@ -677,7 +677,7 @@ def _reason_for_none(kind: DeviceKind, found: _Found, listed: Sequence[ListedDev
 
 
 def _troubles(left_out: Sequence[ListedDevice]) -> str:
-    """Each device with what is the matter, for people."""
+    """List the devices with their problems, for display."""
     return "; ".join(f"{one.name} ({one.model}) is unusable: {one.trouble}" for one in left_out)
 
 
@@ -686,7 +686,7 @@ def _driver_files(maker: _Maker) -> list[str]:
 
 
 def _limit(kind: DeviceKind) -> tuple[str, str] | None:
-    """The variable of this process that says which devices of the kind it sees, and what it says; None without one."""
+    """Return this process's variable that limits the visible devices of the kind, and its value; None if unset."""
     for name in _variables(kind):
         if name in os.environ and (os.environ[name] or FAMILIES[kind].empty_hides):
             return name, os.environ[name]
@@ -694,21 +694,21 @@ def _limit(kind: DeviceKind) -> tuple[str, str] | None:
 
 
 def _variables(kind: DeviceKind) -> list[str]:
-    """The variables that limit what a process sees of the kind; the first that does counts."""
+    """Return the variables that can limit the visible devices of the kind; the first that is set counts."""
     return [name for name in (FAMILIES[kind].visible_variable, FAMILIES[kind].visible_otherwise) if name]
 
 
 def _are_hidden(kind: DeviceKind) -> bool:
-    """Whether this process is to see no device of the kind, by what people and schedulers say for that."""
+    """Whether the environment hides all devices of the kind, in any form used by people and schedulers."""
     limit = _limit(kind)
     return limit is not None and limit[1].strip() in ("", "-1", "NoDevFiles")
 
 
 def _visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDevice]:
-    """Those of ``listed`` that this process may see, in the order in which its environment names them.
+    """Return the visible devices of ``listed``, in the environment's order.
 
     Raises:
-        DeviceError: they are slices of GPUs that are not alike, or numbered otherwise than their tool does.
+        DeviceError: they are slices of different GPUs, or their numbering differs from their tool's.
     """
     _check_numbers(kind, listed)
     limit = _limit(kind)
@@ -724,7 +724,7 @@ def _visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDev
 
 
 def _check_numbers(kind: DeviceKind, listed: Sequence[ListedDevice]) -> None:
-    """Refuse a host whose environment numbers devices otherwise than ``listed`` does: ranks would find other ones."""
+    """Refuse a host whose environment numbers devices differently from ``listed``: ranks would use others."""
     shown = os.environ.get("ROCR_VISIBLE_DEVICES")
     if kind == "rocm" and shown is not None and _entries(shown) != [one.name for one in listed]:
         raise DeviceError(
@@ -744,7 +744,7 @@ def _entries(value: str) -> list[str]:
 
 
 def _named(kind: DeviceKind, allowed: str, listed: Sequence[ListedDevice]) -> list[ListedDevice]:
-    """As drivers read the variable: the first name that means no device ends the list."""
+    """Parse the variable as drivers do: the first name without a device ends the list."""
     entries = _entries(allowed)
     if kind == "cuda" and any(entry.startswith("MIG-") for entry in entries) and not any(d.is_slice for d in listed):
         listed = [*listed, *slices()]
@@ -758,7 +758,7 @@ def _named(kind: DeviceKind, allowed: str, listed: Sequence[ListedDevice]) -> li
 
 
 def _is_called(device: ListedDevice, entry: str) -> bool:
-    """Whether the entry is the device's number, or the beginning of its UUID."""
+    """Whether the entry is the device's number or the beginning of its UUID."""
     return device.name == entry or (entry.startswith(("GPU-", "MIG-")) and device.uuid.startswith(entry))
 
 

@@ -1,4 +1,4 @@
-"""Nodes with their devices, what this host has in cores and memory, and the catalogue of accelerators."""
+"""Nodes with their devices, this host's cores and memory, and the catalogue of accelerators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from configs import CONFIGS
 from trials.accelerator.kinds import DeviceKind
 from trials.files import read_regular
 
-# ---- Nodes with their devices, and what this host has in cores and memory
+# ---- Nodes with their devices, and this host's cores and memory
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "rocm", "xpu", "npu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one rank can occupy: a GPU, or on a host without any a share of its cores."""
+    """Unit that one rank can occupy: a GPU, or a share of the cores on a host without one."""
 
     node: str
     index: int
@@ -32,36 +32,36 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHandle:
-    """By what names the tools of its vendor and the ranks' software know one device of a node."""
+    """Names of one device for its vendor's tools and the ranks' software."""
 
     name: str
-    """Its name for the variable that says which devices a process sees: a number, or the UUID of a part of a GPU."""
+    """Name in the variable that makes devices visible: a number, or the UUID of a MIG slice."""
     memory_bytes: int = 0
     idle_bytes: int = 0
-    """Memory in use when it was found, before any rank of ours."""
+    """Memory in use at discovery, before any rank."""
     uuid: str = ""
     bus_id: str = ""
-    """Address on the PCI bus; empty where the tool does not tell."""
+    """Address on the PCI bus; empty if unknown."""
     gpu_uuid: str = ""
-    """UUID of the GPU that a slice is a part of; empty for a whole one."""
+    """UUID of the slice's GPU; empty for a whole GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host. ``address`` is where its ranks can be reached by ranks on other nodes."""
+    """One host. Ranks on other nodes reach its ranks at ``address``."""
 
     name: str
     address: str
     num_devices: int
     device_kind: DeviceKind
     device_name: str
-    """What the hardware calls itself, e.g. "NVIDIA H200" or the CPU's model name."""
+    """Name reported by the hardware, such as "NVIDIA H200" or the CPU's model name."""
     device_memory_bytes: int
     threads_per_device: int
     host_memory_bytes: int = 0
     """Memory of the host, shared by all its ranks; 0 if unknown."""
     handles: tuple[DeviceHandle, ...] = ()
-    """Its devices by position, where they are accelerators that were found here."""
+    """Its devices by position, if they are discovered accelerators."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -87,13 +87,13 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """Short name of the hardware, for example ``2x8 NVIDIA H200``."""
+        """Short name of the hardware, such as ``2x8 NVIDIA H200``."""
         first = self.nodes[0]
         return f"{len(self.nodes)}x{first.num_devices} {first.device_name}"
 
 
 def uniform_topology(num_nodes: int, devices_per_node: int, *, device_name: str, memory_bytes: int) -> Topology:
-    """Nodes that are all alike, named ``node0000`` and on."""
+    """Return equal nodes, named ``node0000`` and on."""
     return Topology(
         nodes=tuple(
             Node(
@@ -111,17 +111,17 @@ def uniform_topology(num_nodes: int, devices_per_node: int, *, device_name: str,
 
 
 def is_slice_name(device_name: str) -> bool:
-    """Whether a device of this name is a part of a GPU (MIG)."""
+    """Whether a device of this name is a MIG slice."""
     return " MIG " in device_name
 
 
 def path_safe(name: str) -> str:
-    """``name`` with everything replaced that could surprise in a file name."""
+    """Replace everything in ``name`` that is unsafe in a file name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-") or "node"
 
 
 def num_usable_cores() -> int:
-    """Cores this process may run on, within its control group's quota."""
+    """Return the number of cores this process may use, within its control group's quota."""
     cores = len(os.sched_getaffinity(0))
     quota = read_or_empty("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit():
@@ -130,7 +130,7 @@ def num_usable_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """Host memory, within the control group's limit."""
+    """Return the host's memory, within the control group's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [
         read_or_empty("/sys/fs/cgroup/memory.max"),
@@ -140,25 +140,25 @@ def usable_memory_bytes() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     match = re.search(r"^model name\s*:\s*(.+)$", read_or_empty("/proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
 
 def read_or_empty(path: str | Path) -> str:
-    """What a file of the kernel says; empty where it cannot be read."""
+    """Return the content of a kernel file; empty if unreadable."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-# Chooses the devices of a gang's ranks among those that are free, fast enough for leases of thousands of nodes.
+# Chooses free devices for a gang's ranks, fast enough for leases of thousands of nodes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """``ranks[r]`` is the device of rank ``r``; ``reserved`` are all devices held, a superset of those."""
+    """``ranks[r]`` is the device of rank ``r``; ``reserved``: all devices held, a superset of those."""
 
     ranks: tuple[Device, ...]
     reserved: tuple[Device, ...]
@@ -170,7 +170,7 @@ class Placement:
 
 
 class Pool:
-    """The free devices of a lease, kept by node and by number so that placing costs little on many nodes."""
+    """Free devices of a lease, indexed by node and by number, so that placement is cheap with many nodes."""
 
     def __init__(self, topology: Topology) -> None:
         self._devices = {node.name: node.devices for node in topology.nodes}
@@ -182,7 +182,7 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices, free or not, of all nodes on which something can be placed."""
+        """Number of devices, free or not, of all open nodes."""
         return sum(len(devices) for name, devices in self._devices.items() if name not in self._closed)
 
     def take(self, devices: Iterable[Device]) -> None:
@@ -197,7 +197,7 @@ class Pool:
                 self._set_taken(node, self._taken[node] - set(given))
 
     def set_nodes(self, topology: Topology, closed: Collection[str] = ()) -> None:
-        """The lease holds these nodes now, and nothing new is to be placed on ``closed`` ones."""
+        """Set the lease's nodes. Nothing new is placed on ``closed`` ones."""
         nodes = {node.name: node.devices for node in topology.nodes}
         for name in self._devices.keys() - nodes.keys():
             self._set_open(name, False)
@@ -210,16 +210,16 @@ class Pool:
             self._set_open(name, name in self._closed)
 
     def place(self, *, world_size: int, tp: int, isolation: str, avoid: Collection[str] = ()) -> Placement | None:
-        """Choose free devices for ``world_size`` ranks, or None while not enough are free. Takes nothing.
+        """Choose free devices for ``world_size`` ranks; None while too few are free. Takes nothing.
 
-        Tensor-parallel groups (``tp`` consecutive ranks) never span nodes. With ``isolation="node"`` whole free nodes
-        are reserved; with ``"device"`` gangs smaller than a node share it. Ranks are consecutive on a node.
+        Tensor-parallel groups (``tp`` consecutive ranks) never span nodes. With ``isolation="node"``, whole free nodes
+        are reserved; with ``"device"``, gangs smaller than a node share it. Ranks on a node are consecutive.
 
-        A gang is never spread over more nodes than it would need on an empty cluster: a slower link would be measured
-        in place of a faster one. It waits instead. Nodes in ``avoid`` are used only where it does not fit without.
+        A gang never spreads over more nodes than it needs on an empty cluster, as a slower link would be measured. It
+        waits instead. Nodes in ``avoid`` are used only if it does not fit without them.
 
         Raises:
-            ValueError: ``tp`` does not divide ``world_size``, or ``isolation`` is neither of the two.
+            ValueError: ``tp`` does not divide ``world_size``, or ``isolation`` is invalid.
         """
         if isolation not in ("node", "device"):
             raise ValueError(f"isolation must be 'node' or 'device', not {isolation!r}")
@@ -253,7 +253,7 @@ class Pool:
                 self._set_open(name, True)
 
     def _fewest_nodes(self, world_size: int, tp: int) -> int:
-        """How many nodes the gang needs on the empty cluster; 0 where that is too small."""
+        """Return the number of nodes that the gang needs on the empty cluster; 0 if the cluster is too small."""
         if (world_size, tp) not in self._fewest:
             self._fewest[world_size, tp] = len(self._whole.fill(world_size, tp) or ())
         return self._fewest[world_size, tp]
@@ -276,7 +276,7 @@ class Pool:
 
 
 class _Nodes:
-    """Names of nodes, sorted, by the number of devices they can give."""
+    """Sorted names of nodes, by number of available devices."""
 
     def __init__(self, counts: dict[str, int]) -> None:
         self._counts = dict(counts)
@@ -295,7 +295,7 @@ class _Nodes:
         self._counts[name] = count
 
     def fill(self, world_size: int, tp: int) -> list[tuple[str, int]] | None:
-        """How many ranks each node takes: the fewest nodes, the largest first, the last the tightest fit."""
+        """Return the ranks per node: as few nodes as possible, largest first, the last with the tightest fit."""
         left = world_size
         unused = {count: len(names) for count, names in self._names.items()}
         parts: list[tuple[str, int]] = []
@@ -321,7 +321,7 @@ def _by_node(devices: Iterable[Device]) -> dict[str, list[Device]]:
 
 
 def _take(free: list[Device], count: int) -> list[Device]:
-    """``count`` devices in a row from a multiple of ``count``, where links are likeliest the same; else the first."""
+    """Take ``count`` aligned consecutive devices, whose links are likely equal; else the first ``count``."""
     indices = {device.index: device for device in free}
     for start in range(0, max(indices) + 1, count):
         block = [indices[i] for i in range(start, start + count) if i in indices]
@@ -330,17 +330,17 @@ def _take(free: list[Device], count: int) -> list[Device]:
     return free[:count]
 
 
-# Which cores of this host are near a device: memory of another socket is slower to reach.
+# Cores near a device: memory of another socket is slower.
 
 
 SYSFS = Path("/sys")
 
 
 def cores_near(bus_ids: Iterable[str], sysfs: Path = SYSFS) -> frozenset[int] | None:
-    """Cores of the NUMA nodes that devices with these addresses are attached to, as far as this process may use them.
+    """Return the cores of the NUMA nodes of devices with these addresses, as far as this process may use them.
 
-    None where there is nothing to choose: a host with one NUMA node, devices on all of them, addresses or places that
-    it is unknown, or a control group that leaves no core there.
+    None if there is no choice: one NUMA node only, devices on all of them, unknown addresses or NUMA nodes, or no core
+    there in this process's control group.
     """
     nodes = {int(path.name.removeprefix("node")) for path in (sysfs / "devices/system/node").glob("node[0-9]*")}
     places = {_place(bus_id, sysfs) for bus_id in bus_ids}
@@ -351,13 +351,13 @@ def cores_near(bus_ids: Iterable[str], sysfs: Path = SYSFS) -> frozenset[int] | 
 
 
 def _place(bus_id: str, sysfs: Path) -> int:
-    """Number of the device's NUMA node; -1, as the kernel writes it, if unknown."""
+    """Return the number of the device's NUMA node; -1, as from the kernel, if unknown."""
     text = read_or_empty(sysfs / "bus/pci/devices" / bus_id / "numa_node").strip() if bus_id else ""
     return int(text) if text.isdigit() else -1
 
 
 def _cores(node: int, sysfs: Path) -> frozenset[int]:
-    """Those of a NUMA node, from the kernel's list such as ``0-15,32-47``."""
+    """Return the cores of a NUMA node, from the kernel's list such as ``0-15,32-47``."""
     listed = read_or_empty(sysfs / f"devices/system/node/node{node}/cpulist").strip()
     cores: set[int] = set()
     for part in filter(None, listed.split(",")):
@@ -366,11 +366,11 @@ def _cores(node: int, sysfs: Path) -> frozenset[int]:
     return frozenset(cores)
 
 
-# ---- The catalogue of accelerators and descriptions of clusters: figures of data sheets, read from ``configs/``
+# ---- The catalogue of accelerators and descriptions of clusters: data sheets' figures, read from ``configs/``
 
 
 class CatalogueError(ValueError):
-    """A catalogue file is incomplete, or a name is not in the catalogue. The message says what there is."""
+    """Incomplete catalogue file, or a name that is not in the catalogue. The message lists what there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,36 +379,36 @@ class Accelerator:
 
     name: str
     aliases: tuple[str, ...]
-    """Texts by which data sets and drivers call it; a device name matches the longest one it contains."""
+    """Names in data sets and drivers. A device name matches the longest alias it contains."""
     peak_flops_per_s: Mapping[str, float]
-    """FLOPs per second by number format: float32, tf32, float16, bfloat16, float8, float4; absent where it has none."""
+    """FLOPs per second by number format: float32, tf32, float16, bfloat16, float8, float4; absent if unsupported."""
     memory_bytes: float
     usable_memory_bytes: float
-    """The memory that a process can use: the total less what the driver keeps."""
+    """Memory that a process can use: the total less the driver's share."""
     memory_bytes_per_s: float
     host_bytes_per_s: float
     """Between device and host memory: PCIe, or NVLink-C2C."""
     link_bytes_per_s: float
     network_bytes_per_s: float
-    """Network bandwidth of the machine in which the device usually comes; a cluster's file overrides it."""
+    """Network bandwidth of the device's usual machine. A cluster's file overrides it."""
     devices_per_node: int
     domain_size: int
     """Devices joined by the fast links; above ``devices_per_node`` in rack-scale systems."""
     sources: Mapping[str, str]
-    """Where each figure comes from, by its name."""
+    """Source of each figure, by its name."""
     models: tuple[str, ...] = ()
-    """The aliases, as drivers say them, of which the peaks are; empty where that holds of all aliases."""
+    """Aliases, as reported by drivers, that the peaks hold for; empty: all of them."""
     multiprocessors: Mapping[str, int] = field(default_factory=dict)
-    """Number of them in the whole accelerator ("whole") and in its slices (MIG) by profile ("3g.40gb"); empty where
-    nobody says."""
+    """Number of multiprocessors in the whole accelerator ("whole") and in its MIG slices by profile ("3g.40gb"); empty
+    if unknown."""
 
     @property
     def is_core(self) -> bool:
-        """Whether the device is a core of a processor."""
+        """Whether the device is a CPU core."""
         return self.name == "cpu"
 
     def peak(self, number_format: str) -> float | None:
-        """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
+        """Return the dense peak. A format without hardware runs as the next wider one. None if that is unknown too."""
         for name in _WIDER[number_format]:
             if name in self.peak_flops_per_s:
                 return self.peak_flops_per_s[name]
@@ -427,7 +427,7 @@ _WIDER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDescription:
-    """A cluster as the cost model sees it: nodes that are all alike."""
+    """A cluster for the cost model: equal nodes."""
 
     name: str
     accelerator: Accelerator
@@ -442,20 +442,20 @@ class ClusterDescription:
 
 @functools.cache
 def catalogue() -> Mapping[str, Accelerator]:
-    """All accelerators by name.
+    """Return all accelerators by name.
 
     Raises:
-        CatalogueError: a file lacks a figure or the source of one.
+        CatalogueError: a file lacks a figure or its source.
     """
     return {path.stem: _accelerator(path) for path in sorted((CONFIGS / "accelerators").glob("*.yaml"))}
 
 
 def find_accelerator(device_name: str) -> Accelerator:
-    """The accelerator that ``device_name`` (a label, or what the driver says) means; of a MIG slice, its share of the
-    whole one: by multiprocessors where those are known, else by sevenths.
+    """Return the accelerator with this name, a label or a driver's name. For a MIG slice, return its share of the
+    whole: by multiprocessors if known, else by sevenths.
 
     Raises:
-        CatalogueError: no alias is part of the name.
+        CatalogueError: the name contains no alias.
     """
     found = _match(device_name)
     if found is None:
@@ -465,11 +465,11 @@ def find_accelerator(device_name: str) -> Accelerator:
 
 
 def dense_peak(device_name: str, number_format: str) -> float | None:
-    """Dense peak of a device in this very number format, by what the driver calls it; None where that is not known.
+    """Return a device's dense peak in exactly this number format, by the driver's name; None if unknown.
 
-    Unlike :meth:`Accelerator.peak` it is never that of another format, but for float32 products that may run as TF32 on
-    a device before TF32; nor that of another model or form of the device, as PCIe and NVL cards have lower peaks; nor
-    that of a slice whose number of multiprocessors is not known, as of compute instances within one.
+    Unlike :meth:`Accelerator.peak`, it is never another format's, except for float32 products that may run as TF32 on a
+    device before TF32. It is never that of another model or form (PCIe and NVL cards have lower peaks), nor that of a
+    slice with an unknown number of multiprocessors, such as compute instances.
     """
     found = _match(device_name)
     if found is None or any(form in _words(device_name) and form not in _words(found[0]) for form in _FORMS):
@@ -485,27 +485,27 @@ def dense_peak(device_name: str, number_format: str) -> float | None:
 
 
 def outruns_flash_attention_2(name: str) -> bool:
-    """Whether an accelerator of the catalogue is of NVIDIA's Hopper generation or a later one, whose asynchronous
-    matmuls FlashAttention-2, PyTorch's own kernel, does not use (Shah et al., arXiv 2407.08608)."""
+    """Whether an accelerator is of NVIDIA's Hopper generation or later. FlashAttention-2, PyTorch's own kernel, does
+    not use their asynchronous matmuls (Shah et al., arXiv 2407.08608)."""
     return re.match(r"g?[hb]\d", name) is not None
 
 
 _FORMS = ("pcie", "nvl", "ti", "super", "d")
-"""Words in a driver's names that tell forms of an accelerator apart which differ in their peaks."""
+"""Words in drivers' names for forms of an accelerator with different peaks."""
 _OTHERS = re.compile(r"\blaptop\b|\bmax[ -]?q\b", re.IGNORECASE)
-"""Words that tell another accelerator of the same name: those of laptops have half of everything, or less."""
+"""Words for a different accelerator of the same name: those of laptops have half of the figures, or less."""
 _BEFORE_TF32 = ("v100",)
-"""Accelerators that take a request for TF32 for nothing. Others without it may emulate it, at rates of their own: AMD's
-from the MI350 on with bfloat16."""
+"""Accelerators that ignore a request for TF32. Others without it may emulate it at their own rates: AMD's from the
+MI350 on with bfloat16."""
 _MIG = re.compile(r"\bMIG (?P<instance>\dc\.)?(?P<profile>(?P<compute>\d)g\.(?P<gigabytes>\d+)gb)", re.IGNORECASE)
-"""A slice in a driver's name, and the compute instance within it where it is not the whole slice."""
+"""A slice in a driver's name, and the compute instance within it unless that is the whole slice."""
 _MIG_SLICES = 7
-"""Slices of compute that an accelerator is divided into (NVIDIA Multi-Instance GPU user guide, GPU instance profiles);
-together they have at most all multiprocessors."""
+"""Compute slices per accelerator (NVIDIA Multi-Instance GPU user guide, GPU instance profiles). Together they have at
+most all multiprocessors."""
 
 
 def _match(device_name: str) -> tuple[str, Accelerator] | None:
-    """The accelerator with the longest alias in the name, and that alias."""
+    """Return the longest alias in the name, and its accelerator."""
     if _OTHERS.search(device_name):
         return None
     wanted = device_name.lower().replace(" ", "-")
@@ -519,8 +519,8 @@ def _match(device_name: str) -> tuple[str, Accelerator] | None:
 
 
 def _is_part(alias: str, name: str) -> bool:
-    """Whether the name has the alias as a word: an H200 is no GH200, an A100 no A1000 and an A10G no A10. A size or
-    a socket may follow, or an "s"."""
+    """Whether the name has the alias as a word: an H200 is not a GH200, an A100 not an A1000, an A10G not an A10. A
+    size, a socket or an "s" may follow."""
     end = r"(?!\d|(?!gb|sxm|s\b|x\d)[a-z])" if alias[-1].isdigit() else ""
     return re.search(rf"(?:^|[^a-z]|\dx){re.escape(alias)}{end}", name) is not None
 
@@ -535,7 +535,7 @@ def _words(name: str) -> list[str]:
 
 
 def _slice(whole: Accelerator, part: re.Match[str]) -> Accelerator:
-    """A MIG slice: compute by multiprocessors, or by sevenths, and bandwidth like memory by eighths."""
+    """Return a MIG slice: compute by multiprocessors or sevenths; bandwidth, like memory, by eighths."""
     compute = int(part["compute"] if part["instance"] is None else part["instance"][0])
     known = whole.multiprocessors.get(part["profile"].lower()) if part["instance"] is None else None
     share = compute / _MIG_SLICES if known is None else known / whole.multiprocessors["whole"]
@@ -552,10 +552,10 @@ def _slice(whole: Accelerator, part: re.Match[str]) -> Accelerator:
 
 
 def load_cluster(name: str) -> ClusterDescription:
-    """The cluster described in ``configs/clusters/<name>.yaml``, or in a file of the user's, like ``./mine.yaml``.
+    """Read a cluster from ``configs/clusters/<name>.yaml``, or from a user's file such as ``./mine.yaml``.
 
     Raises:
-        CatalogueError: there is no such file, or its accelerator is unknown.
+        CatalogueError: the file is missing, or its accelerator unknown.
     """
     is_file = "/" in name or name.endswith((".yaml", ".yml"))
     path = Path(name) if is_file else CONFIGS / "clusters" / f"{name}.yaml"
@@ -578,15 +578,15 @@ def load_cluster(name: str) -> ClusterDescription:
 
 
 def clusters() -> tuple[str, ...]:
-    """Names of the clusters that are described in ``configs/clusters``."""
+    """Return the names of the clusters in ``configs/clusters``."""
     return tuple(sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml")))
 
 
 def describe_topology(topology: Topology) -> ClusterDescription:
-    """The cluster as the cost model sees it; the memory is the least of any node's devices.
+    """Describe the cluster for the cost model, with the least memory of any node's devices.
 
     Raises:
-        CatalogueError: the catalogue does not have the device.
+        CatalogueError: the device is not in the catalogue.
     """
     first = topology.nodes[0]
     accelerator = catalogue()["cpu"] if first.device_kind == "cpu" else find_accelerator(first.device_name)
@@ -638,7 +638,7 @@ def _accelerator(path: Path) -> Accelerator:
 
 
 def _read(path: Path, required: set[str], optional: set[str]) -> Any:
-    import yaml  # agents come without it as long as nobody asks for a figure
+    import yaml  # agents run without it until a figure is needed
 
     try:
         data = yaml.safe_load(read_regular(path))

@@ -1,4 +1,4 @@
-"""One node's part of a backend: has the fork server fork a warden per attempt, and collects what wardens tell."""
+"""A backend's agent on one node: it has the fork server fork a warden per attempt, and collects the wardens' events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.base import ClusterError
-from cluster.gang.environment import cache_folder
+from cluster.gang.environment import cache_folder, remove_old_caches
 from cluster.gang.messages import Beat, GangOrder, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
 from cluster.processes import python_module
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 PRELOAD = ("torch", "torch.distributed", "trials.worker")
 SCRIPT_PRELOAD = ("trials.script.runner",)
-"""What ranks need that start a user's program, which imports what it needs itself."""
+"""Modules for ranks that start a user's program, which does its own imports."""
 READY_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 150.0
-"""How long processes are waited for at the end: longer than wardens and fork server take for any that can be ended."""
+"""Longest wait for processes at the end, in seconds: more than wardens and fork server need to end any."""
 SILENCE_S = 180.0
-"""How long a controller may be busy elsewhere before it counts as frozen or cut off."""
+"""Time without a poll, in seconds, after which the controller counts as frozen or cut off."""
 CHUNK = 1 << 16
 """Bytes read from a socket at once."""
 
@@ -49,17 +49,17 @@ class _Attempt:
 class Agent:
     """Starts and ends ranks on this host. ``launch`` and ``order`` may be called while another thread is in ``poll``.
 
-    Each ``poll`` tells the wardens that the controller lives. They end their ranks when none has come for too long:
-    of a controller that is frozen, or on the other side of a link that is cut, no rank stays behind. Wardens can do so
-    even where the agent is frozen with the controller, being in one process with it.
+    Each ``poll`` informs the wardens that the controller is alive. They end their ranks after too long a silence, so
+    that no rank outlives a controller that froze or lost its connection. This works even if the agent froze too, as it
+    runs in the controller's process.
 
     Args:
         node: its name, used in messages.
-        workdir: takes the fork server's log.
+        workdir: folder for the fork server's log.
         preload: modules the fork server imports once for all ranks.
-        search_path: appended to ``sys.path`` there, so that runners are found as in the controller.
+        search_path: appended to the fork server's ``sys.path``, so that it finds the controller's runners.
         env: added to the environment of every process.
-        silence_s: how long the controller may go without a ``poll``.
+        silence_s: longest time between two calls of ``poll``, in seconds.
 
     Raises:
         ClusterError: the fork server does not start.
@@ -81,19 +81,20 @@ class Agent:
         self._env = dict(env or {})
         self._silence_s = silence_s
         self._promised_s = -math.inf
-        """Until when (monotonic) the wardens know that the controller lives."""
+        """Time (monotonic) until which the wardens consider the controller alive."""
         self._log_path = workdir / f"fork-server-{node}.log"
         self._cache = cache_folder(workdir, node)
+        remove_old_caches()
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._attempts: dict[str, _Attempt] = {}
         self._is_closed = False
         self._start_fork_server()
         self._spare: socket.socket | None = self._connect()
-        """Socket of a warden that waits for its launch, so that launching does not have to wait for a fork."""
+        """Socket of a warden that is ready for the next launch, so that launching needs no fork."""
 
     def launch(self, launch: NodeLaunch) -> None:
-        """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
+        """Start the ranks of one attempt. A :class:`NodeGone` event reports their end."""
         with self._lock:
             if self._fork_server.poll() is not None:
                 self._replace_fork_server()
@@ -104,14 +105,14 @@ class Agent:
                 connection.sendall(line(launch) + line(self._beat()))
 
     def order(self, attempt_id: str, order: GangOrder) -> None:
-        """Tell the attempt's warden, to kill its ranks say; unknown attempts are ignored."""
+        """Send an order to the attempt's warden, such as to kill its ranks. Unknown attempts are ignored."""
         with self._lock:
             if attempt := self._attempts.get(attempt_id):
                 with contextlib.suppress(ConnectionError):
                     attempt.connection.sendall(line(order))
 
     def poll(self, timeout_s: float) -> list[NodeEvent]:
-        """Wait up to ``timeout_s`` for something to happen; return the events in their order."""
+        """Wait up to ``timeout_s`` for events; return them in order."""
         events: list[NodeEvent] = []
         self._promise(timeout_s)
         for key, _ in self._selector.select(timeout_s):
@@ -126,7 +127,7 @@ class Agent:
         return events
 
     def close(self) -> None:
-        """End every process of this agent, and drop what compilers left for the next attempt. Idempotent."""
+        """End every process of this agent and remove the compilers' caches. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -144,7 +145,7 @@ class Agent:
             self._selector.close()
 
     def _promise(self, timeout_s: float) -> None:
-        """Tell the wardens that the controller lives, at most once in a tenth of the silence allowed."""
+        """Inform the wardens that the controller is alive, at most ten times per allowed silence."""
         wanted_s = time.monotonic() + timeout_s + self._silence_s
         if wanted_s > self._promised_s + self._silence_s / 10:
             with self._lock:
@@ -168,7 +169,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
+                start_new_session=True,  # only the controller handles Ctrl-C in the terminal
                 env=environment,
             )
         self._await_ready()
@@ -204,7 +205,7 @@ class Agent:
         return events
 
     def _replace_fork_server(self) -> None:
-        """The fork server died: start another. Wardens, and with them running gangs, do not depend on it."""
+        """Start another fork server after one died. Wardens and running gangs do not depend on it."""
         logger.warning("the fork server on %s died with code %d", self._node, self._fork_server.wait())
         self._disconnect()
         self._start_fork_server()
@@ -214,14 +215,14 @@ class Agent:
         return NodeGone(attempt_id=attempt_id, token=self._attempts[attempt_id].token, results=(failure,))
 
     def _connect(self) -> socket.socket:
-        """Have the fork server fork a warden, and return the socket that leads to it."""
+        """Have the fork server fork a warden; return the socket connected to it."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(ConnectionError):
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         return ours
 
     def _disconnect(self) -> None:
-        """Close the fork server's control socket, which makes it end."""
+        """Close the fork server's control socket, which ends it."""
         if self._spare is not None:
             self._spare.close()
             self._spare = None
@@ -235,13 +236,13 @@ class Agent:
 
 
 def last_output(log: Path) -> str:
-    """The last line of a log that says anything, without secrets; empty where there is none."""
+    """Return the last non-empty line of a log, without secrets; empty if there is none."""
     lines = [text for text in log.read_text(encoding="utf-8", errors="replace").splitlines() if text.strip()]
     return redact(lines[-1].strip())[:400] if lines else ""
 
 
 def _end(connection: socket.socket) -> None:
-    """Have the warden at the other end kill its ranks, and wait until it has."""
+    """Have the warden at the other end kill its ranks, and wait until it is done."""
     connection.settimeout(CLOSE_TIMEOUT_S)
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)

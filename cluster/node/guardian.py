@@ -1,10 +1,10 @@
 """Ends every process of a lease once its controller is gone, however abruptly.
 
-All processes a backend starts inherit ``TUNE_CLUSTER_LEASE=<id>`` in their environment. The guardian holds the read
-end of a pipe whose only write end belongs to the controller; when that closes, it kills every process carrying the
-id, and what these have started, and exits once none is left. Programs that give themselves a title, as Ray's agents do,
-overwrite the environment that others can see: they are known by their parents, or by files of the lease's folder that
-they hold open. The guardian runs as a script of the standard library alone, so that it starts in an instant.
+All processes that a backend starts inherit ``TUNE_CLUSTER_LEASE=<id>`` in their environment. The guardian holds the
+read end of a pipe; only the controller has the write end. When that closes, the guardian kills every process that
+carries the id, and their descendants, and exits once none is left. Programs that set their own title, such as Ray's
+agents, overwrite the environment that others can see. They are recognized by their parents, or by open files in the
+lease's folder. The guardian is a script that needs only the standard library, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 
 LEASE_VARIABLE = "TUNE_CLUSTER_LEASE"
 SELF_CLEANING_VARIABLE = "TUNE_CLUSTER_SELF_CLEANING"
-"""Set in processes that end by themselves when their agent is gone."""
+"""Set in processes that end by themselves once their agent is gone."""
 GRACE_S = 5.0
-"""How long fork servers and their children may take to end by themselves."""
+"""Time for fork servers and their children to end by themselves, in seconds."""
 GIVE_UP_S = 150.0
-"""Longer than any process takes that can be killed at all; a broken driver holds some for ever."""
+"""Time limit, in seconds. Killing takes less unless a broken driver holds the process forever."""
 QUIET_S = 1.0
-"""For how long nothing of a controller that was killed may be seen until its guardian leaves."""
+"""Time without any process of a killed controller, in seconds, before its guardian exits."""
 SETTLE_S = 0.02
-"""Pause before looking again whether processes that were sent SIGKILL are gone."""
+"""Pause between two checks whether killed processes are gone."""
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """The ``NAME=value`` entries a process was started with; none if it is gone, a zombie or not ours to read."""
+    """Return a process's initial ``NAME=value`` entries; none if it is gone, a zombie or unreadable."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -41,9 +41,9 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def marked_processes(lease: str, folder: str | None = None) -> dict[int, bool]:
-    """Pids of the lease's processes but the calling one and its parent, each with whether it cleans up by itself.
+    """Find the lease's processes except the caller and its parent; by pid, whether each cleans up by itself.
 
-    They carry the mark, descend from one that does, or show no environment and hold files below ``folder`` open.
+    They carry the mark, descend from one that does, or show no environment and have open files below ``folder``.
     """
     mark, self_cleaning = f"{LEASE_VARIABLE}={lease}".encode(), f"{SELF_CLEANING_VARIABLE}=1".encode()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
@@ -58,12 +58,12 @@ def marked_processes(lease: str, folder: str | None = None) -> dict[int, bool]:
 
 
 def _descendants(pids: Sequence[int], marked: Mapping[int, bool]) -> dict[int, bool]:
-    """Those of ``pids`` that descend from marked processes, each with the mark of the nearest of these."""
+    """Return those of ``pids`` that descend from marked processes, with the mark of the nearest ancestor."""
     parents = {pid: parent for pid in (pids if marked else ()) if (parent := _parent_of(pid)) is not None}
     found: dict[int, bool] = {}
     for pid in parents:
         above, seen = pid, set()
-        while above in parents and above not in seen:  # parents are read one by one: a pid may come back meanwhile
+        while above in parents and above not in seen:  # parents are read one by one, and a pid may be reused meanwhile
             seen.add(above)
             above = parents[above]
         if above in marked:
@@ -79,7 +79,7 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _is_wiped(entries: Sequence[bytes]) -> bool:
-    """Whether a process has overwritten its environment, or the beginning of it, with its title."""
+    """Whether a process has overwritten (the beginning of) its environment with its title."""
     return len(entries) > 1 and b"=" not in entries[0]
 
 
@@ -93,9 +93,9 @@ def _holds_files_of(pid: int, folder: str) -> bool:
 def kill_marked(lease: str, folder: str | None = None, *, is_orderly: bool = True) -> None:
     """End all processes of the lease and wait until none is left that can be ended.
 
-    Fork servers and what they forked get :data:`GRACE_S` to end by themselves, as they do when their agent is gone:
-    they know their descendants, even those that have dropped the mark. After a controller that was killed, none has to
-    be seen for :data:`QUIET_S`: what it was about to start carries the mark only from its first instruction on.
+    Fork servers and their children get :data:`GRACE_S` to end by themselves, as they do once their agent is gone: they
+    know their descendants, even those without the mark. After a killed controller, no process may be seen for
+    :data:`QUIET_S`: a process that was just being started carries the mark only from its first instruction on.
     """
     patience_s, give_up_s = time.monotonic() + GRACE_S, time.monotonic() + GIVE_UP_S
     quiet_until_s = time.monotonic() + (0.0 if is_orderly else QUIET_S)
@@ -111,7 +111,7 @@ def kill_marked(lease: str, folder: str | None = None, *, is_orderly: bool = Tru
 
 
 class Guardian:
-    """The controller's handle on its guardian process, which also removes the folder ``remove`` at the end."""
+    """The controller's handle on its guardian process. At the end it also removes the folder ``remove``."""
 
     def __init__(self, lease: str, *, remove: Path | None = None) -> None:
         watched, self._pipe = os.pipe()
@@ -128,7 +128,7 @@ class Guardian:
             os.close(watched)
 
     def close(self) -> None:
-        """Let the guardian end what is left of the lease and wait for it. Idempotent."""
+        """Have the guardian end the rest of the lease, and wait for it. Idempotent."""
         if self._pipe >= 0:
             with contextlib.suppress(BrokenPipeError):  # the guardian was killed
                 os.write(self._pipe, b".")

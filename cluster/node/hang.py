@@ -1,5 +1,5 @@
-"""Looks at ranks that make no progress, before they are killed: their stacks, and what torch's Flight Recorder has of
-their collectives.
+"""Examines ranks without progress before they are killed: their stacks, and their collectives according to torch's
+Flight Recorder.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from trials.accelerator.kinds import DeviceKind
 from trials.files import CodecError, from_json, to_json, write_atomically
 from trials.secrets import redact
 
-# A rank's Flight Recorder, torch's ring of the latest collectives: reads it, and tells it from a thread on request.
+# A rank's Flight Recorder, torch's ring of the latest collectives: reads it, and answers requests from a thread.
 #
-# While the main thread waits in C for a collective or a device it does not hold the interpreter, so that another
-# thread can answer; where C code holds it, nobody does. torch tells JSON; what leaves the rank is a summary of bounded
-# size (:class:`FlightRecord`).
+# A main thread that waits in C for a collective or a device does not hold the interpreter, so another thread can
+# answer. If C code holds it, no thread can. torch exports the recorder as JSON; a summary of bounded size leaves the
+# rank (:class:`FlightRecord`).
 
 
 BUFFER_SIZE = 2000
-"""Operations that the recorder remembers, torch's own default; a variable of the user's goes over it."""
+"""Number of operations the recorder keeps, torch's default. A user's variable overrides it."""
 MAX_CALLS = 64
-"""Most operations under way that a summary tells."""
+"""Most pending operations in a summary."""
 MAX_GROUPS = 256
 MAX_CHARS = 200
 _MODULES = ("torch._C._distributed_c10d", "torch_npu._C._distributed_c10d")
 _READER = re.compile(r"_dump_\w+_trace_json")
-"""Names of the functions by which torch and its extensions tell a recorder as JSON: one for NCCL, one for the rest."""
+"""Functions by which torch and its extensions export a recorder as JSON: one for NCCL, one for the rest."""
 _PEER = re.compile(r"(?P<op>send|recv)\s+(?P<own>\d+)(?:->|<-)(?P<peer>\d+)")
-"""How NCCL names what one rank sends another: ranks in the group, ``nccl:recv 0<-1``."""
+"""NCCL's name of a send or receive between two ranks of the group: ``nccl:recv 0<-1``."""
 
 _TOGETHER = "coalesced"
-"""How the name ends under which NCCL records several operations as a whole."""
+"""Ending of the name under which NCCL records several operations as a whole."""
 
 
 def answer_requests(requests: int, answer: Path) -> None:
-    """Start the thread that writes the record to ``answer`` whenever a byte comes on the pipe ``requests``."""
+    """Start the thread that writes the record to ``answer`` on every byte from the pipe ``requests``."""
     threading.Thread(target=_serve, args=(requests, answer), name="flight-recorder", daemon=True).start()
 
 
 def _serve(requests: int, answer: Path) -> None:
     while os.read(requests, 1):
-        with contextlib.suppress(Exception):  # no answer is an answer, and training must not end for it
+        with contextlib.suppress(Exception):  # a missing answer is handled; training must not fail for it
             write_atomically(answer, [json.dumps(to_json(read_record())).encode()], mode=0o600)
 
 
 def read_record() -> FlightRecord:
-    """This process's record; empty while it belongs to no group.
+    """Read this process's record; empty if it belongs to no group.
 
     Raises:
-        ValueError, KeyError, TypeError: torch tells something that is not known here.
+        ValueError, KeyError, TypeError: torch's export has an unknown format.
     """
     dumps = [json.loads(read()) for read in _readers()]
     return merged([summary(dump, _members()) for dump in dumps])
@@ -77,7 +77,7 @@ def _readers() -> list[Any]:
 
 
 def _members() -> dict[str, tuple[int, ...]]:
-    """Global ranks of this process's groups by name, as ``torch.distributed`` keeps them: gloo's recorder does not."""
+    """Return the global ranks of this process's groups by name. gloo's recorder lacks them."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return {}
@@ -90,7 +90,7 @@ def _members() -> dict[str, tuple[int, ...]]:
 
 
 def merged(records: Sequence[FlightRecord]) -> FlightRecord:
-    """The records of several recorders of one process as one."""
+    """Merge the records of several recorders of one process."""
     return FlightRecord(
         places=tuple(place for record in records for place in record.places)[:MAX_GROUPS],
         calls=tuple(call for record in records for call in record.calls)[:MAX_CALLS],
@@ -99,10 +99,10 @@ def merged(records: Sequence[FlightRecord]) -> FlightRecord:
 
 
 def summary(dump: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> FlightRecord:
-    """What a dump of the recorder (its format 2) says of a rank's place in its groups.
+    """Summarize a rank's place in its groups from a dump of the recorder (its format 2).
 
     Args:
-        members: global ranks by name of group, where the dump may not have them.
+        members: global ranks by name of group, for dumps that lack them.
 
     Raises:
         ValueError, KeyError, TypeError: the dump has another format.
@@ -124,7 +124,7 @@ def summary(dump: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Fl
 
 
 def _group(entry: Mapping[str, Any]) -> str:
-    """Backend and name: a group of two backends counts for each."""
+    """Return backend and name: a group with two backends counts once for each."""
     return f"{_operation(entry)[0]}:{entry['process_group'][0]}"[:MAX_CHARS]
 
 
@@ -142,7 +142,7 @@ def _dumped_members(dump: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _pending(group: str, entries: Iterable[Mapping[str, Any]], ranks: Sequence[int]) -> list[PendingCall]:
-    """The earliest collective that has not ended, and all sends and receives that have not."""
+    """Return the earliest pending collective, and all pending sends and receives."""
     active = _active(entries)
     collectives = [entry for entry in active if not entry.get("is_p2p")]
     earliest = sorted(collectives, key=lambda entry: int(entry["collective_seq_id"]))[:1]
@@ -155,10 +155,10 @@ def _pending(group: str, entries: Iterable[Mapping[str, Any]], ranks: Sequence[i
 
 
 def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The operations that have not ended.
+    """Return the operations that have not ended.
 
-    NCCL records operations that it sends off together one by one and then as a whole, all under one number; only the
-    whole is reported when it begins and ends.
+    NCCL records coalesced operations one by one and then as a whole, all under one number. Only the whole gets start
+    and end times.
     """
     found: list[Mapping[str, Any]] = []
     whole: Mapping[str, Any] | None = None
@@ -173,7 +173,7 @@ def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _number(entry: Mapping[str, Any], like: Mapping[str, Any] | None = None) -> int:
-    """The number of an operation among those of its kind, or of the kind of another one."""
+    """Return the number of an operation among those of its kind, or of another operation's kind."""
     return int(entry["p2p_seq_id" if (like or entry).get("is_p2p") else "collective_seq_id"])
 
 
@@ -190,36 +190,36 @@ def _call(group: str, entry: Mapping[str, Any], peer: int | None) -> PendingCall
 
 
 def _has_ended(entry: Mapping[str, Any]) -> bool:
-    """Whether the operation is over. gloo only retires its entries; NCCL also those that it gave up."""
+    """Whether the operation has ended. gloo only retires its entries; NCCL also retires those it gave up."""
     return entry.get("state") == "completed" or (bool(entry.get("retired")) and _operation(entry)[0] == "gloo")
 
 
-# The warden's side of the Flight Recorder: asks ranks for their records.
+# The warden's side of the Flight Recorder: requests records from ranks.
 #
-# Ranks of ours have a thread that tells it (:mod:`cluster.node.hang`). Users' programs have none;
-# for them NCCL has a named pipe, which a thread of C++ looks at about once a second: its dump is a pickle, and is read
-# by an unpickler that knows no class. Both need the interpreter, NCCL to name the Python frames in its dump: where C
-# code holds it there is no record, and the stack alone tells.
+# Ranks of the built-in runner answer from a thread (:mod:`cluster.node.hang`). For user programs, NCCL has a named
+# pipe that a C++ thread polls about once a second. Its dump is a pickle, and is read by an unpickler without classes.
+# Both need the interpreter: NCCL needs it to name the Python frames in its dump. If C code holds it, there is no
+# record, and only the stack remains.
 
 
 ANSWER_S = 2.0
-"""How long a rank's thread may take to answer: it has to get at the interpreter."""
+"""Time for a rank's thread to answer, in seconds: it has to acquire the interpreter."""
 PIPE_S = 10.0
-"""How long NCCL's thread may take to notice and to write. A process's first dump takes 1.5 s of CPU time to name frames
-(torch 2.13)."""
+"""Time for NCCL's thread to notice and to write, in seconds. A process's first dump takes 1.5 s of CPU time to name
+frames (torch 2.13)."""
 POLL_S = 0.02
 MAX_BYTES = 32 << 20
-"""A dump that is larger is not read."""
+"""Largest dump that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Where the record of a rank can be had."""
+    """Where to get a rank's record."""
 
     rank: int
     folder: Path
     request_write: int
-    """Descriptor of the pipe to the rank's thread; below 0 where there is none."""
+    """Descriptor of the pipe to the rank's thread; negative if there is none."""
 
     @property
     def answer(self) -> Path:
@@ -227,7 +227,7 @@ class RecordedRank:
 
     @property
     def dump(self) -> Path:
-        """Where NCCL dumps to."""
+        """NCCL's dump file."""
         return self.folder / f"{DUMP_PREFIX}{self.rank}"
 
     @property
@@ -240,15 +240,16 @@ DUMP_PREFIX = "nccl-flight-rank"
 _BUFFERS = (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("TORCH_HCCL_TRACE_BUFFER_SIZE",))
 _FILES = (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), ("TORCH_HCCL_DEBUG_INFO_TEMP_FILE",))
 _PIPES = (("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",), ("TORCH_HCCL_DEBUG_INFO_PIPE_FILE",))
-"""Variables of NCCL's recorder and of HCCL's, each with the names that versions of torch have for it."""
+"""Variables of NCCL's and HCCL's recorders, each with its names in the versions of torch."""
 
 
 def recorder_env(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which torch keeps and dumps records in ``folder``, as far as ``environment`` does not say otherwise.
+    """Return variables that make torch keep and dump records in ``folder``, where ``environment`` does not set them.
 
-    torch reads the names of one variable in an order of its own, and versions know different ones: a value that the
-    environment has under one name is given under all, so that ours never goes over it. The pipe is left out where the
-    file system has none: NCCL would refuse to start.
+    Versions of torch know different names of one variable, and read them in different orders. A value that the
+    environment has under one name is therefore set under all, so that ours never overrides it. The pipe is omitted if
+    the
+    file system does not support pipes: NCCL would not start.
     """
     prefix = str(folder / DUMP_PREFIX)
     wanted = {**dict.fromkeys(_BUFFERS, str(BUFFER_SIZE)), **dict.fromkeys(_FILES, prefix)}
@@ -262,7 +263,7 @@ def recorder_env(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
 
 
 def listening(folder: Path) -> list[int]:
-    """The ranks on this host that listen on a pipe in ``folder``, in order; nodes may share the folder."""
+    """Return the ranks on this host that listen on a pipe in ``folder``, in order. Nodes may share it."""
     found = []
     for path in folder.glob(f"{DUMP_PREFIX}*.pipe"):
         number = path.name.removeprefix(DUMP_PREFIX).removesuffix(".pipe")
@@ -284,7 +285,7 @@ def _has_pipes(folder: Path) -> bool:
 
 
 def records(ranks: Sequence[RecordedRank]) -> dict[int, FlightRecord]:
-    """The records of those ranks that give one. Takes up to :data:`ANSWER_S` and :data:`PIPE_S`."""
+    """Return the records of those ranks that give one. Takes up to :data:`ANSWER_S` and :data:`PIPE_S`."""
     found = _collected([rank for rank in ranks if _request_dump(rank)], _answer, ANSWER_S)
     without_thread = [rank for rank in ranks if rank.request_write < 0 and _request_nccl_dump(rank)]
     return {**found, **_collected(without_thread, _dumped, PIPE_S)}
@@ -341,7 +342,7 @@ def _answer(rank: RecordedRank) -> FlightRecord | None:
 
 
 def _dumped(rank: RecordedRank) -> FlightRecord | None:
-    """What NCCL wrote; None while it is not all there."""
+    """Read NCCL's dump; None while it is incomplete."""
     if not (content := _content(rank.dump)):
         return None
     try:
@@ -360,17 +361,17 @@ def _content(path: Path) -> bytes:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds dictionaries, lists, texts and numbers, and nothing that could run code."""
+    """Builds dictionaries, lists, strings and numbers, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"a record names the class {module}.{name}")
 
 
 def unpickled(content: bytes) -> dict[str, Any]:
-    """The dump of a recorder as torch pickles it.
+    """Unpickle torch's dump of a recorder.
 
     Raises:
-        pickle.UnpicklingError: it is no plain data.
+        pickle.UnpicklingError: it is not plain data.
     """
     found = _PlainUnpickler(io.BytesIO(content)).load()
     if not isinstance(found, dict):
@@ -378,43 +379,43 @@ def unpickled(content: bytes) -> dict[str, Any]:
     return found
 
 
-# A slot whose ranks make no progress: which of its processes are which ranks, and which of them tell their stacks.
+# A slot without progress: which processes are its ranks, and which of them can write their stacks.
 #
-# A program that starts its ranks itself has one slot per node, and its ranks are numbered in the gang: by those
-# numbers records name them, and so do we.
+# A program that starts its ranks itself has one slot per node. Records number its ranks in the whole gang, and so does
+# this module.
 
 
 REPORT_BYTES = 1 << 20
-"""How far into a report file is looked for what our hook says when it is loaded."""
+"""Bytes of a report file to search for the hook's announcement."""
 _RANK = re.compile(rb"RANK=(\d{1,7})")
 _REPORT = re.compile(r"rank(\d{1,7})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangingSlot:
-    """A slot to look at."""
+    """A slot to examine."""
 
     rank: int
-    """Its number."""
+    """The slot's number."""
     pid: int
     log: Path
     device: DeviceKind
     progress: tuple[int, int] | None
-    """Phase and step that it has reported, as numbers; None where others report for it."""
+    """Last reported phase and step, as numbers; None if others report for it."""
     folder: Path
-    """The attempt's, where records are written to."""
+    """The attempt's folder, which receives the records."""
     request_write: int = -1
-    """Descriptor of the pipe on which its thread is asked for the record; below 0 where there is none."""
+    """Descriptor of the pipe for requesting the record from its thread; negative if there is none."""
     reports: Path | None = None
-    """Folder in which a user's program, and our hook in it, report; None where it runs a model of ours."""
+    """Folder for the reports of a user's program and of the hook in it; None for built-in models."""
     starts: tuple[int, ...] = ()
-    """The gang's ranks that belong on its devices, where it starts them itself."""
+    """The gang's ranks on its devices, if it starts them itself."""
 
     def ranks(self) -> dict[int, list[int]]:
-        """The gang's ranks here, each with the pids of its processes, as far as these are known.
+        """Return the gang's ranks here, each with the known pids of its processes.
 
-        Those that the slot starts itself are recognised by the ``RANK`` in their environment. A program that sets it
-        later is recognised by the pipes that NCCL listens on. Otherwise the slot is the first rank of its devices.
+        Ranks that the slot starts itself are recognized by ``RANK`` in their environment. If the program sets it later,
+        the pipes that NCCL listens on identify them. Otherwise the slot counts as the first rank of its devices.
         """
         if self.reports is None:
             return {self.rank: [self.pid]}
@@ -429,11 +430,11 @@ class HangingSlot:
         return found or {rank: [] for rank in listening(self.folder)} or {self.starts[0]: below}
 
     def recorded(self, rank: int) -> RecordedRank:
-        """Where the record of one of its ranks can be had."""
+        """Return where to get the record of one of its ranks."""
         return RecordedRank(rank=rank, folder=self.folder, request_write=self.request_write)
 
-    def telling(self, ranks: dict[int, list[int]]) -> dict[int, int]:
-        """For each of ``ranks`` that has one, the process that writes its main thread's stack when it is asked: the
+    def stack_writers(self, ranks: dict[int, list[int]]) -> dict[int, int]:
+        """Return for each of ``ranks``, if possible, the process that writes its main thread's stack on request: the
         one in which the training loop began, else the first that announced it."""
         if self.reports is None:
             return {self.rank: self.pid}
@@ -449,8 +450,8 @@ class HangingSlot:
 
 
 def _registered(path: Path) -> list[tuple[int, bool]]:
-    """Pids of the processes in which our hook has the stacks written when it is asked, by what they reported, each with
-    whether its training loop has begun."""
+    """Return the pids of processes in which the hook writes stacks on request, from their reports. The flag states
+    whether the training loop has begun."""
     found = []
     with contextlib.suppress(OSError), path.open("rb") as file:
         for text in file.read(REPORT_BYTES).splitlines():
@@ -462,18 +463,18 @@ def _registered(path: Path) -> list[tuple[int, bool]]:
     return found
 
 
-# Sees where ranks stand that make no progress, and how far they are in their collectives.
+# Finds where ranks without progress are, and how far they are in their collectives.
 #
-# The fork server has faulthandler dump their stacks into the slot's log on SIGUSR1, which works even while C code
-# holds the interpreter. Users' programs would be ended by that signal: it goes to those processes of theirs
-# only in which our hook has allowed it.
+# The fork server makes faulthandler dump ranks' stacks into the slot's log on SIGUSR1. This works even while C code
+# holds the interpreter. The signal would end user programs, so it is sent only to processes in which the hook has
+# registered a handler.
 
 
 DUMP_SIGNAL = signal.SIGUSR1
 DUMP_S = 3.0
-"""How long a rank is given to write its stack: some milliseconds are enough, but on a loaded node."""
+"""Time for a rank to write its stack, in seconds. Milliseconds suffice except on a loaded node."""
 ALL_DUMPS_S = 12.0
-"""How long all ranks of a slot are given, which are asked one by one."""
+"""Time for all ranks of a slot, in seconds. They write one after another."""
 _POLL_S = 0.01
 TAIL_LINES = 20
 Stack = tuple[str, ...]
@@ -486,11 +487,11 @@ _WAITING_CALL = re.compile(
     r"|^\s*(?:if|elif|while|assert)\b.*\b(?:torch\.|(?:all|any)\()"
     r"|\w\[[^\]]*[<>!=]=?[^\]]*\]"
 )
-"""Code that goes on when the device has done its work: what reads a value, branches on one, or picks by a mask."""
+"""Code that waits for the device: reads a value, branches on one, or selects by a mask."""
 _WAITS = ("synchronize", "wait", "wait_event", "elapsed_time")
-"""Functions of torch's that do so."""
+"""Functions of torch that wait for the device."""
 _HOST_WORK = ("utils/data/", "_dynamo/", "_inductor/", "multiprocessing/", "serialization.py")
-"""Parts of torch that keep the host busy, and give the device nothing to do."""
+"""Parts of torch that keep the host busy and give the device no work."""
 _WORDS: dict[StackState, Literal["stopped", "elsewhere", "unclear", "waiting"]] = {
     StackState.STOPPED: "stopped",
     StackState.ELSEWHERE: "elsewhere",
@@ -502,18 +503,18 @@ _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotState:
-    """What the ranks of one slot were doing."""
+    """State of the ranks of one slot."""
 
     sights: tuple[RankSight, ...]
     tail: tuple[str, ...]
-    """The log's last lines and the innermost frames of a main thread, one that waits for no peer where there is any."""
+    """The log's last lines and the innermost frames of a main thread, if possible of one that waits for no peer."""
 
 
 def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotState]:
-    """Look at hanging slots, by their number: at the stacks of their ranks and at their records, where they have any.
+    """Examine hanging slots, by number: the stacks of their ranks, and their records if they have any.
 
-    Takes as long as the ranks that one slot has need to write their stacks, at most :data:`ALL_DUMPS_S`, at the same
-    time in all slots, and then no time where all give their records, some seconds where one does not.
+    Stacks take as long as the ranks of one slot need to write them, at most :data:`ALL_DUMPS_S`, at the same time in
+    all slots. Records then take no time if all ranks give theirs, and some seconds if one does not.
     """
     before = {slot.rank: _Before.of(slot.log) for slot in slots}
     ranks = {slot.rank: slot.ranks() for slot in slots}
@@ -525,9 +526,9 @@ def examine(slots: Sequence[HangingSlot]) -> dict[int, SlotState]:
 
 
 def _stacks(slots: Sequence[HangingSlot], ranks: Mapping[int, dict[int, list[int]]]) -> dict[int, dict[int, Stack]]:
-    """Stacks of main threads by slot and rank, of those that were asked; empty where a rank gave none in time. Ranks of
-    one slot write to one log: they are asked one by one."""
-    waiting = {slot.rank: sorted(slot.telling(ranks[slot.rank]).items()) for slot in slots}
+    """Return stacks of main threads by slot and rank, for the ranks that got a request; empty if a rank wrote none in
+    time. Ranks of one slot share a log, so they write one after another."""
+    waiting = {slot.rank: sorted(slot.stack_writers(ranks[slot.rank]).items()) for slot in slots}
     found: dict[int, dict[int, Stack]] = {slot.rank: {} for slot in slots}
     late: list[_Question] = []
     end_s = time.monotonic() + ALL_DUMPS_S
@@ -543,8 +544,8 @@ def _stacks(slots: Sequence[HangingSlot], ranks: Mapping[int, dict[int, list[int
 
 
 def _wait_for(requests: Sequence[_Question], limit_s: float) -> None:
-    """Wait until all stacks are written and the logs grow no more, for a thread that took no signal before may be the
-    one that writes; at most until ``limit_s``."""
+    """Wait until all stacks are written and the logs stop growing, at most until ``limit_s``. A thread that blocked the
+    signal before may be the one that writes."""
     sizes: list[int] = []
     while time.monotonic() < limit_s:
         before, sizes = sizes, [_Before.of(question.slot.log).size for question in requests]
@@ -555,18 +556,18 @@ def _wait_for(requests: Sequence[_Question], limit_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A process that was asked for its stack."""
+    """A process that was sent a request for its stack."""
 
     slot: HangingSlot
     pid: int
     size: int
-    """Bytes in the slot's log, before."""
-    deaf: frozenset[str]
-    """Threads that did not take the signal before."""
+    """Size of the slot's log before, in bytes."""
+    blocked_before: frozenset[str]
+    """Threads that blocked the signal before."""
 
     @classmethod
     def put(cls, slot: HangingSlot, pid: int) -> _Question:
-        """Ask a process that catches the signal: it would end others."""
+        """Send the request to a process that catches the signal, which would end others."""
         question = cls(slot, pid, _Before.of(slot.log).size, blocking(pid, DUMP_SIGNAL))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, DUMP_SIGNAL)
@@ -577,15 +578,15 @@ class _Question:
         return not is_pending(self.pid, DUMP_SIGNAL)
 
     def is_open(self) -> bool:
-        """Whether the stack is still to come. A process that is stopped, or gone, writes none."""
+        """Whether the stack may still arrive. A stopped or ended process writes none."""
         info = process_info(self.pid)
         if info is None or not info.is_running or info.state in "Tt":
             return False
         return self.may_write() or not self.stack()
 
     def may_write(self) -> bool:
-        """Whether anything may yet be written: not once no thread is in the signal's handler any more."""
-        return not self.has_begun() or bool(blocking(self.pid, DUMP_SIGNAL) - self.deaf)
+        """Whether more may be written: only while a thread is in the signal's handler."""
+        return not self.has_begun() or bool(blocking(self.pid, DUMP_SIGNAL) - self.blocked_before)
 
     def stack(self) -> Stack:
         return main_thread(_read(self.slot.log, self.size))
@@ -593,11 +594,11 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A slot's log before its ranks were asked for stacks."""
+    """A slot's log before the requests for stacks."""
 
     size: int
     silent_s: float
-    """Seconds since it last grew."""
+    """Seconds since it last grew, at that time."""
 
     @classmethod
     def of(cls, log: Path) -> _Before:
@@ -637,18 +638,18 @@ def _examine_slot(
 
 
 def main_thread(dump: str) -> Stack:
-    """The lines of faulthandler's dump that are about the main thread, which comes last; innermost frame first."""
+    """Return the main thread's lines of faulthandler's dump, which come last; innermost frame first."""
     lines = dump.splitlines()
     headers = [number for number, text in enumerate(lines) if text.endswith(_HEADER)]
     return tuple(lines[headers[-1] :]) if headers else ()
 
 
 def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[StackState, str]:
-    """The blame by the innermost frame of a stack, or by its caller where that is an operator, and that frame in
-    words.
+    """Judge a rank by the innermost frame of its stack, or by that of the caller if it is an operator; return the state
+    and the frame in words.
 
-    On an accelerator collectives run on the device: a rank waits for its peers wherever it waits for its device, and
-    may do so wherever it gives the device work, once the queue is full.
+    On accelerators, collectives run on the device. A rank waits for its peers wherever it waits for its device, and
+    possibly wherever it gives the device work, once the queue is full.
     """
     frames = [match for text in stack if (match := _FRAME.match(text))]
     frame = next((frame for frame in frames if not frame["file"].endswith("torch/_ops.py")), None)
@@ -656,7 +657,7 @@ def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[StackState,
         return StackState.ELSEWHERE, "its stack is unavailable"
     where = f"it was in {frame['function']} ({Path(frame['file']).name}:{frame['line']})"
     part = _in_torch(frame["file"])
-    if re.fullmatch(r"distributed/[^/]+", part):  # not what lies deeper, DTensor's and FSDP's own work
+    if re.fullmatch(r"distributed/[^/]+", part):  # not deeper: DTensor's and FSDP's own work
         return StackState.WAITING, f"{where}, waiting for its peers"
     if device != "cpu" and _waits_for_device(frame, part):
         return StackState.WAITING, f"{where}, waiting for its device"
@@ -665,22 +666,22 @@ def judge(stack: Sequence[str], device: DeviceKind = "cpu") -> tuple[StackState,
 
 
 def _in_torch(file: str) -> str:
-    """The part of a path inside torch, or an extension of it; empty for other code."""
+    """Return the part of a path inside torch or an extension of it; empty for other code."""
     match = _TORCH.match(file)
     return "" if match is None else match["part"]
 
 
 def _waits_for_device(frame: re.Match[str], part: str) -> bool:
-    """Whether a frame waits for the device: by its name in torch, elsewhere by what its line calls, as methods such as
-    ``item`` are C and have no frame of their own."""
+    """Whether a frame waits for the device: in torch by its name, elsewhere by the calls in its line, because methods
+    such as ``item`` are C and have no frame of their own."""
     if part and frame["function"] in _WAITS:
         return True
     return _WAITING_CALL.search(linecache.getline(frame["file"], int(frame["line"]))) is not None
 
 
 def _feeds_device(frame: re.Match[str], part: str) -> bool:
-    """Whether a frame may have given the device work: torch's own code but for what keeps the host busy, and what its
-    compiler has written."""
+    """Whether a frame may have given the device work: torch's own code except what keeps the host busy, and code
+    generated by its compiler."""
     return "torchinductor" in frame["file"] or (bool(part) and not part.startswith(_HOST_WORK))
 
 

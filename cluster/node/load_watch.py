@@ -1,4 +1,4 @@
-"""Watches a node while a gang runs on it: processors, devices and memory, and whose processes take them."""
+"""Watches a node while a gang runs on it: processors, devices and memory, and the processes that use them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from trials.outcome import Phase
 
 # ---- How busy a node's processors are, and with whose processes
 #
-# The load of others is the time that the processors were busy less the time of the sweep's own processes: so the load
-# of other containers counts too, whose processes cannot be seen from here. One look reads ``/proc/stat`` and the
-# ``stat`` of every process, some 20 microseconds each; a warden takes two or three looks in an attempt.
+# The load of others is the time the processors were busy less the time of the sweep's own processes. It therefore
+# includes other containers, whose processes are invisible here. One sample reads ``/proc/stat`` and the ``stat`` of
+# every
+# process, about 20 microseconds each; a warden takes two or three samples per attempt.
 
 CONTROLLER_VARIABLE = "TUNE_CLUSTER_CONTROLLER"
-"""Set to the controller's pid in what it starts on its own host: whatever descends from it is the sweep's own."""
+"""The controller's pid, for processes it starts on its own host. Its descendants belong to the sweep."""
 MIN_WINDOW_S = 1.0
-"""Shortest window that says anything: the kernel counts in hundredths of a second."""
+"""Shortest meaningful window, in seconds: the kernel counts in hundredths of a second."""
 NUM_NAMED = 3
-"""Foreign processes that are named."""
+"""Most foreign processes to name."""
 MIN_NAMED_CPUS = 0.05
-"""Processors from which on a foreign process is named."""
+"""Least use, in processors, for a foreign process to be named."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -52,15 +53,15 @@ class ProcessTime:
     started_at: int
     own_ticks: int
     reaped_ticks: int
-    """Time of its children that have ended and were waited for."""
+    """Time of its ended and reaped children."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSample:
-    """The counters of a node at one moment; seconds since it was started."""
+    """A node's counters at one moment, in seconds since it started."""
 
     at_s: float
-    """Monotonic time of the look."""
+    """Monotonic time of the sample."""
     num_cpus: int
     """Processors that this process may run on."""
     busy_s: float | None
@@ -86,7 +87,7 @@ def sample_cpu() -> CpuSample:
 
 
 def disturbance(node: str, before: CpuSample, after: CpuSample, owner: int) -> Disturbance:
-    """What happened between two looks; ``owner`` is the pid whose descendants, and itself, are the sweep's own."""
+    """Compute the disturbance between two samples; the sweep owns ``owner`` and its descendants."""
     seconds = after.at_s - before.at_s
     if seconds < MIN_WINDOW_S:
         return Disturbance(node=node, seconds=seconds)
@@ -108,9 +109,9 @@ def disturbance(node: str, before: CpuSample, after: CpuSample, owner: int) -> D
 
 
 def owner_pid() -> int:
-    """Pid of the topmost process that is the sweep's own: the controller where it is on this host, else the agent.
+    """Return the pid of the topmost process of the sweep: the controller if it is on this host, else the agent.
 
-    Called by a warden, whose parent is the fork server and whose grandparent the agent's process.
+    Called by a warden: its parent is the fork server, and its grandparent the agent's process.
     """
     controller_text = os.environ.get(CONTROLLER_VARIABLE, "")
     if controller_text.isdigit() and (_PROC / controller_text).exists():
@@ -121,7 +122,7 @@ def owner_pid() -> int:
 
 
 def family(processes: Mapping[int, ProcessTime], owner: int) -> set[int]:
-    """``owner`` and all that descend from it."""
+    """Return ``owner`` and all its descendants."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in processes.items():
         children[process.parent_pid].append(pid)
@@ -135,7 +136,7 @@ def family(processes: Mapping[int, ProcessTime], owner: int) -> set[int]:
 
 
 def _ticks(seen: CpuSample, pids: set[int]) -> int:
-    """Time of these processes and of those of their children that have ended: what a child used is not lost."""
+    """Return the time of these processes, including their ended children."""
     times = (seen.processes[pid] for pid in pids if pid in seen.processes)
     return sum(process.own_ticks + process.reaped_ticks for process in times)
 
@@ -149,7 +150,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _named(before: CpuSample, after: CpuSample, own: set[int], seconds: float) -> Iterator[str]:
-    """The foreign processes that used most, by name: ``python 1.9``; those of one name are added up."""
+    """Name the foreign processes with the highest use: ``python 1.9``; processes of one name are added up."""
     used: dict[str, float] = defaultdict(float)
     for pid, process in after.processes.items():
         if pid not in own:
@@ -185,7 +186,7 @@ def _process(pid: int) -> ProcessTime | None:
 
 
 def _busy_and_steal(stat: str, cpus: set[int]) -> tuple[float | None, float | None]:
-    """Seconds that these processors worked for processes, and that were stolen from them (proc(5))."""
+    """Return the busy and stolen seconds of these processors (proc(5))."""
     rows = [line.split() for line in stat.splitlines() if line.startswith("cpu")]
     ours = [list(map(int, row[1:])) for row in rows if row[0][3:].isdigit() and int(row[0][3:]) in cpus]
     if not ours or not any(map(any, ours)):
@@ -196,7 +197,7 @@ def _busy_and_steal(stat: str, cpus: set[int]) -> tuple[float | None, float | No
 
 
 def _pressure_s(text: str) -> float | None:
-    """Seconds in which some process waited for a processor (the kernel's Documentation/accounting/psi.rst)."""
+    """Return the seconds in which a process waited for a processor (Documentation/accounting/psi.rst in Linux)."""
     for line in text.splitlines():
         if line.startswith("some ") and (total := line.rpartition("total=")[2]).isdigit():
             return int(total) / 1e6
@@ -204,7 +205,7 @@ def _pressure_s(text: str) -> float | None:
 
 
 def _quota_s(text: str) -> float | None:
-    """Seconds in which a control group was stopped for its quota: ``throttled_usec``, ``throttled_time`` (v1, ns)."""
+    """Return the seconds a control group was throttled: ``throttled_usec``, ``throttled_time`` (v1, ns)."""
     fields = dict(pair for line in text.splitlines() if len(pair := line.split()) == 2)
     for name, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):
         if fields.get(name, "").isdigit():
@@ -213,7 +214,7 @@ def _quota_s(text: str) -> float | None:
 
 
 def _own_group() -> Path:
-    """Folder of this process's control group for processors; the root, where its path is another namespace's."""
+    """Return the folder of this process's CPU control group; the root if its path is in another namespace."""
     for line in read_or_empty(_PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(",") or not controllers:
@@ -228,15 +229,15 @@ def _own_group() -> Path:
 # are not watched.
 #
 # nvidia-smi reports other processes, throttling, clocks and temperatures. It runs next to the gang, samples every few
-# seconds, and writes to files in the attempt's folder, so that nothing waits for it. Where it is not installed, or
-# does not answer, all of this is unknown, and no error.
+# seconds, and writes to files in the attempt's folder, so that nothing waits for it. If it is not installed or does not
+# answer, all of this is unknown, which is no error.
 
 PERIOD_S = 5
-"""Seconds between two looks at the devices."""
+"""Seconds between two samples of the devices."""
 USAGE_PERIOD_S = 1.0
-"""Seconds between two looks at processors and memory, in gangs of up to a minute."""
+"""Seconds between two samples of processors and memory, for gangs of up to a minute."""
 MAX_USAGE = 64
-"""Values that are kept of each figure."""
+"""Most values kept of each figure."""
 _CLOCKS = (
     "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu,memory.used"
     ",utilization.gpu,power.draw"
@@ -244,31 +245,32 @@ _CLOCKS = (
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _FORMAT = "--format=csv,noheader,nounits"
 _GRACE_S = 2.0
-"""How long nvidia-smi may take to end."""
+"""Time for nvidia-smi to end, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSample:
-    """One device at one moment; None for what it does not tell."""
+    """One device at one moment; None for unknown figures."""
 
     index: str
     uuid: str
     throttle_mask: int | None
-    """NVML's bits for the reasons why the clocks are not higher."""
+    """NVML's bits for the reasons that limit the clocks."""
     clock: float | None
-    """Clock of the multiprocessors over its highest possible value."""
+    """Clock of the multiprocessors over its maximum."""
     temperature_c: float | None
     used_bytes: int | None
-    """Memory in use on it, by everybody."""
+    """Memory in use by all processes."""
     busy_percent: float | None
-    """Share of the last second or so in which some kernel ran."""
+    """Share of about the last second in which any kernel ran."""
     power_w: float | None
 
 
 class UsageWatch:
-    """Samples processors and memory of the node: two small files, once per period.
+    """Samples processors and memory of the node: two small files per period.
 
-    The period doubles whenever :data:`MAX_USAGE` samples are full, so that a gang of any length keeps its whole curve.
+    The period doubles whenever :data:`MAX_USAGE` samples are full, so that the samples of a gang of any length span its
+    whole curve.
     """
 
     def __init__(self) -> None:
@@ -281,7 +283,7 @@ class UsageWatch:
 
     @property
     def due_s(self) -> float:
-        """When (monotonic) the next sample is to be taken."""
+        """Time (monotonic) of the next sample."""
         return self._due_s
 
     def sample(self) -> None:
@@ -304,7 +306,7 @@ class UsageWatch:
             self._used = self._used[1::2]
 
     def usage(self) -> tuple[Usage, ...]:
-        """What was sampled so far."""
+        """Return the samples so far."""
         series: tuple[tuple[UsageKind, list[float]], ...]
         series = (("cpu_percent", self._percent), ("memory_bytes", self._used))
         return tuple(
@@ -316,7 +318,7 @@ class UsageWatch:
 
 
 def device_usage(samples: Sequence[DeviceSample], handles: Sequence[DeviceHandle]) -> tuple[Usage, ...]:
-    """The curves of the gang's devices in nvidia-smi's samples, thinned out to :data:`MAX_USAGE` values."""
+    """Return the curves of the gang's devices from nvidia-smi's samples, thinned to :data:`MAX_USAGE` values."""
     figures: tuple[tuple[UsageKind, Callable[[DeviceSample], float | None]], ...] = (
         ("device_percent", lambda one: one.busy_percent),
         ("device_memory_bytes", lambda one: one.used_bytes),
@@ -335,7 +337,7 @@ def device_usage(samples: Sequence[DeviceSample], handles: Sequence[DeviceHandle
 
 
 class LoadWatch:
-    """Looks at the node when the gang begins to measure and when it ends; in between only nvidia-smi and
+    """Samples the node when the gang begins to measure and when it ends. In between, only nvidia-smi and
     :class:`UsageWatch` run."""
 
     def __init__(self, node: str, handles: Sequence[DeviceHandle], folder: Path) -> None:
@@ -345,12 +347,12 @@ class LoadWatch:
         self.usage = UsageWatch()
         self._devices: DeviceWatch | None = None
         self.found: Disturbance | None = None
-        """What was seen; None before the end, and where the gang never measured."""
+        """The disturbance; None before the end and if the gang never measured."""
         self.samples: list[DeviceSample] = []
-        """What nvidia-smi reported of devices until the end."""
+        """nvidia-smi's samples of the devices until the end."""
 
     def enter(self, phase: Phase) -> None:
-        """All ranks of the node are in ``phase`` now, maybe since long."""
+        """Record that all ranks of the node have reached ``phase``, possibly long ago."""
         if phase == "starting" or phase in self._samples:
             return
         self._samples[phase] = sample_cpu()
@@ -358,12 +360,12 @@ class LoadWatch:
             self._devices = DeviceWatch(self._handles, self._folder)
 
     def end(self) -> None:
-        """The first rank has ended measuring, or all are being killed; only the first call counts."""
+        """Record that the first rank ended measuring, or that all are being killed. Only the first call counts."""
         if self.found is not None or "measuring" not in self._samples:
             return
         last, first = sample_cpu(), self._samples["measuring"]
         if last.at_s - first.at_s < MIN_WINDOW_S:
-            first = self._samples.get("warmup", first)  # warm-up steps are like the measured ones
+            first = self._samples.get("warmup", first)  # warm-up steps resemble measured ones
         found = disturbance(self._node, first, last, self._owner)
         if self._devices is not None:
             own = family(first.processes, self._owner) | family(last.processes, self._owner)
@@ -371,13 +373,13 @@ class LoadWatch:
             self.samples = self._devices.samples()
         found = replace(found, usage=(*self.usage.usage(), *device_usage(self.samples, self._handles)))
         self.found = found
-        with contextlib.suppress(OSError):  # a full disk: it is reported all the same
+        with contextlib.suppress(OSError):  # a full disk: it is still reported
             path = self._folder / f"{quote(self._node, safe='')}{LOAD_SUFFIX}"
             write_atomically(path, [json.dumps(to_json(found)).encode()])
 
 
 class DeviceWatch:
-    """Two runs of nvidia-smi beside a gang: one for clocks, again and again, and one for processes."""
+    """Two runs of nvidia-smi during a gang: a periodic one for clocks, and one for processes."""
 
     def __init__(self, handles: Sequence[DeviceHandle], folder: Path) -> None:
         self._handles = handles
@@ -401,7 +403,7 @@ class DeviceWatch:
             self._running.append(subprocess.Popen(command, stdin=null, stdout=out, stderr=null))
 
     def end(self, found: Disturbance, own: Collection[int]) -> Disturbance:
-        """Stop looking; ``found`` with what was seen. ``own``: pids of the sweep's own processes."""
+        """Stop; return ``found`` with the results added. ``own``: pids of the sweep's processes."""
         for process in self._running:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -410,23 +412,24 @@ class DeviceWatch:
         return with_devices(found, read_or_empty(self._clocks), read_or_empty(self._processes), self._handles, own)
 
     def samples(self) -> list[DeviceSample]:
-        """What was seen so far of all devices of the node."""
+        """Return the samples so far of all devices of the node."""
         return parse_samples(read_or_empty(self._clocks))
 
 
 def most_used(samples: Sequence[DeviceSample], handles: Sequence[DeviceHandle]) -> int:
-    """The most memory, in bytes, that was in use on one of these devices; 0 if unknown, as for MIG slices."""
+    """Return the peak memory in use on any of these devices, in bytes; 0 if unknown, as for MIG slices."""
     return max((one.used_bytes for one in samples if one.used_bytes and _is_any(handles, one)), default=0)
 
 
 def with_devices(
     found: Disturbance, clocks: str, processes: str, handles: Sequence[DeviceHandle], own: Collection[int]
 ) -> Disturbance:
-    """``found`` with what nvidia-smi printed about these devices; of a slice (MIG) about the GPU that it is a part of,
-    whose clocks and heat are also its own, but whose processes may be those of other slices.
+    """Return ``found`` with nvidia-smi's results for these devices. For a MIG slice they are those of its GPU: clocks
+    and
+    heat are shared, but processes may belong to other slices.
 
-    A process counts as foreign only if it is visible from here: in a container, nvidia-smi gives the host's pids, which
-    mean nothing, or another user, inside.
+    A process counts as foreign only if it is visible here. In a container, nvidia-smi gives the host's pids, which mean
+    nothing, or another process, inside.
     """
     samples = [one for one in parse_samples(clocks) if _is_any(handles, one) or _has_any(one, handles)]
     masks = [one.throttle_mask for one in samples if one.throttle_mask is not None]
@@ -447,7 +450,7 @@ def with_devices(
 
 
 def parse_samples(text: str) -> list[DeviceSample]:
-    """The samples in nvidia-smi's CSV; a line that was cut off is left out."""
+    """Parse nvidia-smi's CSV. Truncated lines are skipped."""
     return [
         DeviceSample(
             index=index,
@@ -481,22 +484,21 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def _is_any(handles: Sequence[DeviceHandle], one: DeviceSample) -> bool:
-    """Whether the sample is of one of these devices, each called by an index or (the beginning of) a UUID."""
+    """Whether the sample is of one of these devices, named by index or (the beginning of) a UUID."""
     names = [handle.name for handle in handles]
     return any(name == one.index or (name.startswith("GPU-") and one.uuid.startswith(name)) for name in names)
 
 
 def _has_any(one: DeviceSample, handles: Sequence[DeviceHandle]) -> bool:
-    """Whether the sample is of a GPU that one of these slices is a part of."""
+    """Whether the sample is of a GPU that contains one of these slices."""
     return any(handle.gpu_uuid == one.uuid for handle in handles if handle.gpu_uuid)
 
 
-# ---- Whether the host has memory enough for a gang, how much its programs take, and whether the kernel killed a
-# process
-# for want of it.
+# ---- Whether the host has enough memory for a gang, how much its programs take, and whether the kernel killed a
+# process for lack of memory
 #
-# A control group counts the processes that the kernel killed in it for want of memory, whether its own limit or the
-# host's memory was exhausted. That counter tells such a death from any other SIGKILL.
+# A control group counts its processes that the kernel killed for lack of memory, whether its own limit or the host's
+# memory was exhausted. That counter distinguishes such a death from any other SIGKILL.
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -506,20 +508,20 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class _ControlGroup:
-    """A memory control group, with the file names that its version uses."""
+    """A memory control group, with the file names of its version."""
 
     folder: Path
     events: str
     limit: str
     usage: str
     reclaimable: str
-    """Name in ``memory.stat`` of file pages that the kernel drops when it must."""
+    """Name in ``memory.stat`` of file pages that the kernel can drop."""
 
 
 def memory_group() -> _ControlGroup | None:
-    """This process's memory control group; None where none can be read.
+    """Return this process's memory control group; None if none is readable.
 
-    In a container the path named in ``/proc`` may be the host's, while the group itself is mounted at the root.
+    In a container, the path in ``/proc`` may be the host's while the group itself is mounted at the root.
     """
     for line in read_or_empty(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -538,12 +540,12 @@ def memory_group() -> _ControlGroup | None:
 
 
 class OomKills:
-    """Counts the kernel's out-of-memory kills from :meth:`begin` on. Construction finds out where they are counted."""
+    """Counts the kernel's out-of-memory kills from :meth:`begin` on. The constructor locates the counter."""
 
     def __init__(self) -> None:
         group = memory_group()
         self._counter = _VMSTAT if group is None else group.folder / group.events
-        """File with the count; without a control group that of the whole host, which counts others' processes too."""
+        """File with the count; without a control group, that of the whole host, including other users' processes."""
         self.begin()
 
     def begin(self) -> None:
@@ -558,7 +560,7 @@ class OomKills:
 
 
 def shortage(num_ranks: int, limit_bytes: int) -> str | None:
-    """A message if ``num_ranks`` ranks of ``limit_bytes`` each do not fit this host's memory; None if they do."""
+    """Return a message if ``num_ranks`` ranks of ``limit_bytes`` each do not fit this host's memory, else None."""
     available = available_bytes()
     if available is None or num_ranks * limit_bytes <= available:
         return None
@@ -570,7 +572,7 @@ def shortage(num_ranks: int, limit_bytes: int) -> str | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without anything else losing its own; None where the system does not tell."""
+    """Return the memory available without reclaiming from other processes; None if unknown."""
     amounts = []
     if available_kib := _field(read_or_empty(_MEMINFO), "MemAvailable:"):
         amounts.append(available_kib << 10)
@@ -584,33 +586,33 @@ def available_bytes() -> int | None:
 
 
 def used_bytes() -> int | None:
-    """Memory in use on the node; None where the system does not tell."""
+    """Return the memory in use on the node; None if unknown."""
     text = read_or_empty(_MEMINFO)
     total_kib, available_kib = _field(text, "MemTotal:"), _field(text, "MemAvailable:")
     return (total_kib - available_kib) << 10 if total_kib and available_kib else None
 
 
 def peak_below(pid: int) -> int:
-    """The most memory, in bytes, that any one of the living processes below ``pid`` has ever had resident; 0 if there
-    is none. What they share counts in each, so there is no telling for all of them together."""
+    """Return the highest resident memory, in bytes, of any single living process below ``pid``; 0 if there is none.
+    Shared pages count in every process, so a sum is impossible."""
     statuses = [read_or_empty(f"/proc/{child}/status").replace("\t", " ") for child in descendants(pid)]
     return max((_field(status, "VmHWM:") << 10 for status in statuses), default=0)
 
 
 def _field(text: str, name: str) -> int:
-    """The number behind ``name`` at the beginning of a line; 0 where there is none."""
+    """Return the number after ``name`` at the beginning of a line; 0 if there is none."""
     _, found, rest = f"\n{text}".partition(f"\n{name} ")
     return int(rest.split(maxsplit=1)[0]) if found else 0
 
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 256 << 20
-"""Less is not enough for NCCL among eight ranks, or data loaders with workers; Docker gives 64 MiB by default."""
+"""Least for NCCL with eight ranks, or data loaders with workers. Docker's default is 64 MiB."""
 SHARED_REMEDY = "in a container --shm-size=8g or --ipc=host, on Kubernetes an emptyDir of medium Memory at /dev/shm"
 
 
 def shared_memory_shortage(needed_bytes: int) -> str | None:
-    """What happens where less than this is free in /dev/shm, and the remedy; None where there is enough."""
+    """Return the consequence and remedy of less than this free in /dev/shm; None if it suffices."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
@@ -623,27 +625,27 @@ def shared_memory_shortage(needed_bytes: int) -> str | None:
     )
 
 
-# Whether the devices given to a gang are free before it starts, and free again after it ended, as their tool tells.
+# Whether a gang's devices are free before it starts and after it ended, according to their tool.
 #
-# Called by the warden, which has a process of its own: the answers may take their time. Devices that the tool gives no
-# figure for (some with unified memory) cannot be checked and count as free.
+# Called by the warden, a separate process, so the tool may take its time. Devices without a figure (some with unified
+# memory) cannot be checked and count as free.
 
 
 LEAST_ALLOWANCE_BYTES = 512 << 20
-"""What an idle device may show as used whatever its size: contexts of monitoring tools, the driver's own share."""
+"""Memory use of an idle device of any size: contexts of monitoring tools, the driver's share."""
 ALLOWANCE_SHARE = 0.01
-"""The same as a share of its memory: drivers of large devices keep more."""
+"""The same as a share of the device's memory: drivers of large devices keep more."""
 GROWTH_BYTES = 256 << 20
-"""How much more than when the node was looked at a device may show as used."""
+"""Growth of a device's memory use since discovery that still counts as idle."""
 MAX_IDLE_SHARE = 0.08
-"""The share of a device's memory up to which what it showed then counts as idle: an Ascend 910B shows 3.3 of 64 GiB.
-What shows more was another user's."""
+"""Largest share of a device's memory at discovery that counts as idle: an Ascend 910B shows 3.3 of 64 GiB. More was in
+use by another user."""
 SETTLE_BEFORE_S = 5.0
-"""How long whoever had the devices before may take to let go of them."""
+"""Time for the previous owner to release the devices, in seconds."""
 SETTLE_AFTER_S = 20.0
-"""How long the driver may take to clean up after a killed process."""
+"""Time for the driver to clean up after a killed process, in seconds."""
 PAUSE_S = 0.25
-"""Pause between two queries."""
+"""Pause between two queries, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -655,23 +657,23 @@ class DeviceUse:
 
     @property
     def is_busy(self) -> bool:
-        """Whether that is more than an idle device shows."""
+        """Whether it uses more than an idle device."""
         return self.used_bytes > allowance_bytes(self.handle)
 
 
 def allowance_bytes(handle: DeviceHandle) -> int:
-    """Memory that the device may show as used while it is idle."""
+    """Return the memory use that the device may show while idle."""
     idle_bytes = min(handle.idle_bytes + GROWTH_BYTES, int(handle.memory_bytes * MAX_IDLE_SHARE))
     return max(LEAST_ALLOWANCE_BYTES, int(handle.memory_bytes * ALLOWANCE_SHARE), idle_bytes)
 
 
 def held_handles(launch: NodeLaunch) -> tuple[DeviceHandle, ...]:
-    """The devices of the gang on this node, in the order of local ranks; none on CPUs."""
+    """Return the gang's devices on this node, in the order of local ranks; none on CPUs."""
     return tuple(handle for slot in launch.slots for handle in slot_handles(launch, slot))
 
 
 def slot_handles(launch: NodeLaunch, slot: RankSlot) -> tuple[DeviceHandle, ...]:
-    """Those of one slot."""
+    """Return the devices of one slot."""
     if launch.device_kind == "cpu":
         return ()
     known = launch.handles
@@ -679,24 +681,24 @@ def slot_handles(launch: NodeLaunch, slot: RankSlot) -> tuple[DeviceHandle, ...]
 
 
 def device_names(launch: NodeLaunch) -> tuple[str, ...]:
-    """Names of the gang's devices here for the variable that says which ones ranks see."""
+    """Return the names of the gang's devices here, for the variable that makes devices visible."""
     return tuple(handle.name for handle in held_handles(launch))
 
 
 def watched_handles(launch: NodeLaunch) -> tuple[DeviceHandle, ...]:
-    """The devices whose clocks and strangers can be watched: nvidia-smi alone tells of them."""
+    """Return the devices whose clocks and foreign processes can be watched: only nvidia-smi reports them."""
     return held_handles(launch) if launch.device_kind == "cuda" else ()
 
 
 def not_free_reason(launch: NodeLaunch, timeout_s: float) -> str | None:
-    """As :func:`wait_until_free`, for all devices of the gang on this node."""
+    """Apply :func:`wait_until_free` to all devices of the gang on this node."""
     return wait_until_free(launch.device_kind, held_handles(launch), timeout_s)
 
 
 def wait_until_free(kind: DeviceKind, handles: Sequence[DeviceHandle], timeout_s: float) -> str | None:
-    """Wait until each device shows as much memory in use as an idle one.
+    """Wait until each device shows no more memory in use than an idle one.
 
-    Returns a message that names the devices still in use after ``timeout_s``, or how their tool fails; else None.
+    Returns a message with the devices still in use after ``timeout_s``, or with their tool's failure; else None.
     """
     give_up_s = time.monotonic() + timeout_s
     while handles:
@@ -713,10 +715,10 @@ def wait_until_free(kind: DeviceKind, handles: Sequence[DeviceHandle], timeout_s
 
 
 def device_uses(kind: DeviceKind, handles: Sequence[DeviceHandle]) -> list[DeviceUse]:
-    """Memory in use on these devices, as far as their tool gives figures.
+    """Return the memory in use on these devices, where their tool gives figures.
 
     Raises:
-        DeviceQueryError: the tool fails, or says that one of them cannot be used.
+        DeviceQueryError: the tool fails, or reports a device as unusable.
     """
     shown = {one.name: one for one in listed(kind, with_slices=any(_is_slice(one) for one in handles))}
     found = []
@@ -738,7 +740,7 @@ def _describe(kind: DeviceKind, busy: Sequence[DeviceUse]) -> str:
     try:
         rows = discovery.holders() if kind == "cuda" else []
     except DeviceQueryError:
-        rows = []  # the figures per device are enough
+        rows = []  # figures per device suffice
     what = "NPU" if kind == "npu" else "GPU"
     parts = []
     for use in busy:

@@ -55,11 +55,11 @@ from trials.reports import ScriptSource
 from trials.script.judge import is_of_program
 from trials.secrets import redact
 
-# The process of a rank, from the fork to its exit: sets up its environment, calls the runner, reports.
+# The process of a rank: sets up its environment, calls the runner, reports, exits.
 
 
 FULL_FRACTION = 0.02
-"""A device with less of its memory left is full: handles and workspaces of cuBLAS and cuDNN take some hundred MiB."""
+"""Share of free memory below which a device is full: cuBLAS and cuDNN need some hundred MiB of workspace."""
 
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
 
@@ -69,13 +69,13 @@ class RankPipes:
     """Descriptors of a rank's pipes from and to its warden."""
 
     reports: int
-    """Takes progress and the result."""
+    """For progress and the result."""
     requests: int
-    """Gives a byte whenever the warden wants the Flight Recorder's record."""
+    """Delivers a byte for every request of the Flight Recorder's record."""
 
 
 def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: int) -> NoReturn:
-    """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
+    """Run one rank in this freshly forked process. Never returns, so that no code of the parent runs again."""
     code = 1
     try:
         try:
@@ -85,7 +85,7 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: 
             _write(pipes.reports, line(replace(failed, category=of_host(error) or failed.category)))
             raise
         code = _run(launch, slot, pipes.reports)
-    except BaseException:  # nothing above could see it but the log
+    except BaseException:  # only the log could show it
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -95,7 +95,7 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: 
 
 
 def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: int) -> None:
-    """Turn this copy of the warden into a process of its own: signals, descriptors, log, environment."""
+    """Set up this copy of the warden as a rank: signals, descriptors, log, environment."""
     os.setpgid(0, 0)
     die_with_parent(warden_pid)
     signal.set_wakeup_fd(-1)  # the warden's
@@ -126,7 +126,7 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
 
 
 def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
-    """As with torchrun, each rank sees the gang's devices on its node, at index ``LOCAL_RANK`` its own."""
+    """Make the gang's devices on the node visible, as torchrun does: index ``LOCAL_RANK`` is the rank's own."""
     family = family_of(launch.device_kind)
     if not family.visible_variable:
         return {}
@@ -134,8 +134,9 @@ def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
 
 
 def _keep_near(launch: NodeLaunch, slot: RankSlot) -> None:
-    """Stay on the cores near the slot's devices, before any thread of torch's starts; memory that a core touches first
-    is its own socket's."""
+    """Pin the rank to the cores near the slot's devices before torch starts a thread. Memory is allocated on the socket
+    of
+    the core that first touches it."""
     if os.environ.get(NUMA_VARIABLE, "off").lower() in ("off", "0", "false"):
         return
     if near := cores_near(handle.bus_id for handle in slot_handles(launch, slot)):
@@ -157,12 +158,12 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
         result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the log is on a full disk
-            if is_of_program(error):  # its own words stand above, and are what people look for
+            if is_of_program(error):  # its own message precedes it, and matters more
                 sys.stderr.write(f"tune-cluster: {error}\n")
             else:
                 traceback.print_exc()
         result = _failure(error, launch, slot, reached)
-    with contextlib.suppress(OSError):  # the message counts; the file is for controllers that die before they get it
+    with contextlib.suppress(OSError):  # the message counts; the file is for controllers that die before receiving it
         _store(launch, slot, result)
     _write(pipe, line(result))
     _leave(result)
@@ -170,7 +171,7 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
 
 
 def _leave(result: RankResult) -> None:
-    """Leave the gang after the result was sent; errors here do not change it."""
+    """Leave the gang after sending the result. Errors here do not change it."""
     mesh: Any = sys.modules.get("trials.parallel.mesh")
     if mesh is not None and isinstance(result, RankSuccess):
         with contextlib.suppress(Exception):
@@ -178,8 +179,9 @@ def _leave(result: RankResult) -> None:
 
 
 def resolve(runner: str) -> Runner:
-    """The function that ``module:function`` names. One of the user's may lie in the folder where the sweep was
-    submitted, which only ranks look into, and after all other places."""
+    """Import the function named ``module:function``. A user's module may be in the folder where the sweep was
+    submitted;
+    only ranks search it, and after all other places."""
     module, _, function = runner.partition(":")
     if module.partition(".")[0] != "trials":
         sys.path.append(str(Path.cwd()))
@@ -188,7 +190,7 @@ def resolve(runner: str) -> Runner:
 
 
 def _device(slot: RankSlot) -> str:
-    """The UUID of the device that the rank used; elsewhere the positions of its slot's devices."""
+    """Return the UUID of the rank's device; without one, the positions of its slot's devices."""
     positions = ",".join(map(str, slot.devices))
     if "torch" not in sys.modules:
         return positions
@@ -218,31 +220,31 @@ def _category(error: BaseException, device: DeviceKind) -> str:
     found = classify(error, device)
     if found in ("error", "connection", "device_suspect") and is_memory_full(
         device
-    ):  # asked of the device only where it matters
+    ):  # queries the device only if it matters
         found = classify(error, device, is_memory_full=True)
     return str(found)
 
 
 def is_memory_full(device: DeviceKind) -> bool:
-    """Whether the rank's device has less than :data:`FULL_FRACTION` of its memory left; False where it cannot tell."""
+    """Whether the rank's device has less than :data:`FULL_FRACTION` of its memory left; False if unknown."""
     kind = family_of(device).torch_device
     interface: Any = getattr(sys.modules.get("torch"), kind, None)
     if kind == "cpu" or interface is None:
         return False
     try:
         free, total = interface.mem_get_info() if interface.is_initialized() else (1, 1)
-    except Exception:  # a device that failed may answer nothing any more
+    except Exception:  # a failed device may not answer
         return False
     return bool(free < FULL_FRACTION * total)
 
 
 def result_file(slot: RankSlot) -> str:
-    """Name of the file in the attempt's folder that keeps the rank's result."""
+    """Return the name of the rank's result file in the attempt's folder."""
     return f"rank{slot.rank}.json"
 
 
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:
-    """Keep the result on disk before telling, so that it outlives the controller."""
+    """Store the result on disk before sending it, so that it outlives the controller."""
     path = Path(launch.directory) / result_file(slot)
     write_atomically(path, [line({"token": launch.token, "result": to_json(result)})])
 
@@ -252,36 +254,36 @@ def _write(pipe: int, data: bytes) -> None:
         data = data[os.write(pipe, data) :]
 
 
-# A rank as its warden sees it: a child process, its pipe, its progress, its end.
+# A rank from its warden's view: a child process, its pipe, its progress, its end.
 
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
 ABORT_TAIL_BYTES = 1 << 20
-"""How much of a log's end is searched for why a process aborted: of each rank that writes to it, stacks of C++ and of
-Python's threads may follow."""
+"""Bytes at a log's end to search for the reason of an abort: each rank that writes to the log may append C++ and Python
+stacks."""
 MAX_SEEN_STEPS = 4096
-"""Measured steps whose arrival is kept."""
+"""Most measured steps whose arrival is recorded."""
 WEIGH_S = 0.5
 SYSTEM = "system"
-"""Source of what the operating system tells of a program."""
+"""Source of figures from the operating system."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
-"""How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
+"""Message of a rank or program that aborted. Libraries log the reason before they abort."""
 _SHELL_ABORTED = re.compile(r"\bthe command exited with code (?:134|250)\b")
-"""How it reads where a shell (128 + 6) or deepspeed (-6 as a byte) passed the abort on as a code."""
+"""The same where a shell (128 + 6) or deepspeed (-6 as a byte) turned the abort into an exit code."""
 _COMMAND_FAILED = re.compile(r"\bthe command exited with code [1-9]")
-"""How it reads where a program ended, which may have been no more than a launcher's way to say that a rank did."""
+"""Message of a program that failed. It may be a launcher that only reports a rank's failure."""
 _UNHANDLED = re.compile(r"\bunhandled (?:cuda|system) error\b")
-"""How NCCL's errors read, whose reason stands in further lines."""
-_UNTOLD = re.compile(rf"^the command |^rank \d+ was killed|{_UNHANDLED.pattern}")
-"""How the message of an ``error`` reads that gives no reason of the program's own."""
+"""NCCL's errors, whose reason follows in further lines."""
+_UNEXPLAINED = re.compile(rf"^the command |^rank \d+ was killed|{_UNHANDLED.pattern}")
+"""Message of an ``error`` without a reason from the program."""
 _MAY_BE_SURVIVED = frozenset({"exit", "error", "oom", "host_oom", "connection", "device_suspect"})
-"""Categories that an abort may overrule: what a program printed before it, it may have survived."""
+"""Categories that an abort may override: the program may have survived what it printed before."""
 _MAY_BE_OF_DISK = frozenset({"exit", "error", "data", "deadline"})
-"""Categories that a full disk explains: what cannot be written is not reported either."""
+"""Categories that a full disk may explain, because reports could not be written."""
 _BUS_ERROR = re.compile(rf"\bkilled by signal {int(signal.SIGBUS)}\b")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that a program does not get for its own errors."""
+"""Signals that a program's own errors do not cause."""
 _PROGRAM_KILLED = re.compile(rf"\bthe command was killed by signal ({'|'.join(map(str, map(int, _FROM_OUTSIDE)))})\b")
 _ABOUT_OUR_VARIABLES = re.compile(r"variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated")
 _CHILD_KILLED = re.compile(
@@ -291,41 +293,41 @@ _CHILD_KILLED = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class ForkedRank:
-    """The process of one rank, with what it has reported."""
+    """The process of one rank, with its reports."""
 
     slot: RankSlot
     pid: int
     pidfd: int
     pipe: int
     request_write: int
-    """Descriptor of the pipe on which the rank is asked for its Flight Recorder."""
+    """Descriptor of the pipe for requesting the rank's Flight Recorder."""
     log: Path
     clock: RankClock
     lines: Lines = field(default_factory=Lines)
     result: RankResult | None = None
     is_running: bool = True
     measured_at_s: dict[int, float] = field(default_factory=dict)
-    """When (monotonic) it reported each measured step."""
+    """Time (monotonic) of the report of each measured step."""
     program_peak_bytes: int = 0
-    """Most resident memory seen of a process of the user's program; 0 where the rank runs a model of ours."""
+    """Highest resident memory seen of a process of the user's program; 0 for built-in models."""
     weigh_at_s: float = 0.0
-    """When (monotonic) to look again how much that is: twice a second, as a program may end between two readings."""
+    """Time (monotonic) of the next memory reading: twice a second, as a program may end between two readings."""
 
     def weigh(self, now_s: float) -> None:
-        """Look how much memory the rank's program has taken so far, if it is time to."""
+        """Read the peak memory of the rank's program, if a reading is due."""
         if now_s >= self.weigh_at_s:
             self.weigh_at_s = now_s + WEIGH_S
             self.program_peak_bytes = max(self.program_peak_bytes, peak_below(self.pid))
 
     def note_step(self, progress: RankProgress, now_s: float) -> None:
-        """Remember when the rank reported a measured step."""
+        """Record the time of the report of a measured step."""
         if progress.phase == "measuring" and progress.step > 0 and len(self.measured_at_s) < MAX_SEEN_STEPS:
             self.measured_at_s.setdefault(progress.step, now_s)
 
     def failure(
         self, node: str, category: str, message: str, exit_code: int | None = None, log_tail: tuple[str, ...] = ()
     ) -> RankFailure:
-        """The failure of the rank, which has just failed on ``node``."""
+        """Return the failure of the rank, which just failed on ``node``."""
         return RankFailure(
             rank=self.slot.rank,
             node=node,
@@ -338,13 +340,13 @@ class ForkedRank:
         )
 
     def kill(self) -> None:
-        """Kill the rank, which must not have been reaped, and whatever shares its process group."""
+        """Kill the rank, which must not have been reaped, and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 def fork_rank(launch: NodeLaunch, slot: RankSlot) -> ForkedRank:
-    """Fork a rank that is listened to, and whose clock starts now."""
+    """Fork a rank, connect its pipes, and start its clock."""
     read, write = os.pipe()
     requests, request_write = os.pipe()
     pid = fork_process(launch, slot, RankPipes(reports=write, requests=requests))
@@ -358,22 +360,22 @@ def fork_rank(launch: NodeLaunch, slot: RankSlot) -> ForkedRank:
 
 
 def fork_process(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes) -> int:
-    """Fork the process of a rank, the leader of a process group of its own; gives its pid."""
+    """Fork the process of a rank, as the leader of its own process group; return its pid."""
     warden_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         rank_main(launch, slot, pipes, warden_pid)
-    with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+    with contextlib.suppress(OSError):  # the child does the same; either may be first
         os.setpgid(pid, pid)
     return pid
 
 
 def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
-    """Category and message for a rank that ended without a report and that nobody here killed.
+    """Return category and message for a rank that ended without a report and was not killed by this module.
 
-    SIGTERM alone is no sign of a preemption: batch systems send it to every process on the node, so that the warden
-    gets it too and reports it. A rank that gets it alone was singled out, by a person, a program, or its own code,
-    which would do the same in every attempt: so these attempts are repeated, but only a few times.
+    SIGTERM alone is no sign of a preemption: batch systems send it to every process on the node, so the warden gets it
+    too and reports it. A rank that gets it alone was a target of a person, a program or its own code, which may do the
+    same in every attempt. Such attempts are therefore repeated only a few times.
     """
     if exit_code >= 0:
         return "exit", f"exited with code {exit_code} without a report"
@@ -384,18 +386,18 @@ def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
 
 
 def explained(failure: RankFailure, rank: ForkedRank, launch: NodeLaunch, oom_kills: OomKills) -> RankFailure:
-    """The failure of a rank, with what kernel, log and devices say of it."""
+    """Add what kernel, log and devices report about a rank's failure."""
     found = with_host_cause(failure, oom_kills, Path(launch.directory))
     found = with_logged_cause(found, rank.log, launch.device_kind)
     return with_devices(found, [handle.name for handle in slot_handles(launch, rank.slot)])
 
 
 def with_host_cause(failure: RankFailure, oom_kills: OomKills, folder: Path) -> RankFailure:
-    """The failure, put down to the host where its disk is full, where the kernel killed not the rank but what loads its
-    data, where /dev/shm has no room for what it shares with others, or where a signal came from outside.
+    """Attribute the failure to the host if its disk is full, if the kernel killed a data loader's process, if
+    /dev/shm has no room for shared data, or if a signal came from outside.
 
     Args:
-        folder: the attempt's.
+        folder: the attempt's folder.
     """
     if failure.category in _MAY_BE_OF_DISK and is_disk_full(folder):
         return replace(failure, category="disk", message=f"the disk of {folder} is full: {failure.message}")
@@ -410,11 +412,10 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills, folder: Path) -> 
 
 
 def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> RankFailure:
-    """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise.
+    """Attribute the failure of an aborted process to the reason in its log: NCCL's threads cannot raise.
 
-    So with a user's program that starts its ranks by itself, where its launcher says that one aborted. An
-    error that the program reported itself stands, unless a device broke; and a lost connection explains nothing that is
-    known better.
+    This includes a user's program that starts its ranks itself, when its launcher reports an abort. An error that the
+    program reported itself stands, unless a device broke. A lost connection never replaces a better-known cause.
     """
     message = failure.message
     is_aborted = any(how.search(message) for how in (_ABORTED, _SHELL_ABORTED, _UNHANDLED))
@@ -425,18 +426,18 @@ def with_logged_cause(failure: RankFailure, log: Path, device: DeviceKind) -> Ra
     if found is None:
         return failure
     kind, line = found
-    is_explained = failure.category == "error" and not _UNTOLD.search(message)
+    is_explained = failure.category == "error" and not _UNEXPLAINED.search(message)
     is_collateral = kind == "connection" and failure.category not in ("exit", "error")
     if is_collateral or (is_explained and kind != "device_lost"):
         return failure
     category = "oom" if (kind, device) == ("host_oom", "cpu") else kind
-    between = "\n" if kind == "error" else ": "  # the first line of a crash is alike whenever it is repeated
+    between = "\n" if kind == "error" else ": "  # repeated crashes have the same first line
     return replace(failure, category=category, message=f"{message}{between}{line}")
 
 
 def with_devices(failure: RankFailure, names: Sequence[str]) -> RankFailure:
-    """The failure, with the names of the rank's devices where they may be at fault: behind the message's first line,
-    which is what people see."""
+    """Add the names of the rank's devices where they may be at fault, after the message's first line, which is what
+    users see."""
     if not failure.category.startswith("device_") or not names:
         return failure
     what, end, rest = failure.message.partition("\n")
@@ -445,12 +446,12 @@ def with_devices(failure: RankFailure, names: Sequence[str]) -> RankFailure:
 
 
 def with_arrivals(success: RankSuccess, arrived_s: Mapping[int, float]) -> RankSuccess:
-    """The report of a rank that trained a model of ours, with when each measured step arrived."""
+    """Add the arrival time of each measured step to the report of a rank that trained a built-in model."""
     return replace(success, seen_steps=tuple(arrived_s), seen_at_s=tuple(arrived_s.values()))
 
 
 def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKind) -> RankSuccess:
-    """The report of a rank whose program did not report its memory, with the system's figure."""
+    """Add the system's memory figure to the report of a rank whose program reported none."""
     report, script = success.report, success.report.findings.script
     if script is None or report.peak_allocated_bytes or report.peak_reserved_bytes or not peak_bytes:
         return success
@@ -466,27 +467,27 @@ def died_of_sigterm(result: RankResult | None) -> bool:
 
 
 def as_preempted(result: RankResult) -> RankResult:
-    """The result by what is known at the end where the warden got a SIGTERM: so a rank that it killed was preempted."""
+    """Reinterpret a result after the warden got a SIGTERM: a rank killed by SIGTERM was preempted."""
     if isinstance(result, RankFailure) and died_of_sigterm(result):
         return replace(result, category="preempted")
     return result
 
 
 def with_log(result: RankResult, log: Path) -> RankResult:
-    """``result``, with the last lines of the rank's log where it is a failure without any."""
+    """Add the last lines of the rank's log to a failure without any."""
     if not isinstance(result, RankFailure) or result.category == "stopped" or result.log_tail:
         return result
     return replace(result, log_tail=tail_of(log))
 
 
 def tail_of(path: Path) -> tuple[str, ...]:
-    """The last lines of a rank's log, without what torch says of variables that we set for older versions of it."""
+    """Return the last lines of a rank's log, without torch's warnings about variables set for older versions."""
     lines = _end(path, LOG_TAIL_BYTES).splitlines()
     return tuple([line for line in lines if not _ABOUT_OUR_VARIABLES.search(line)][-LOG_TAIL_LINES:])
 
 
 def _end(path: Path, num_bytes: int) -> str:
-    """The last bytes of a log as text, without secrets; empty where it cannot be read."""
+    """Return the last bytes of a log as text, without secrets; empty if unreadable."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - num_bytes))
@@ -502,11 +503,11 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-# The clocks of a gang's ranks on one node: which of them have to keep which deadlines, and who has missed one.
+# The clocks of a gang's ranks on one node: their deadlines, and which rank has missed one.
 
 
 class GangClocks:
-    """Follows the ranks of ``launch``, to which ``ranks`` is added as they are forked."""
+    """Follows the ranks of ``launch``; ``ranks`` grows as they are forked."""
 
     def __init__(self, launch: NodeLaunch, ranks: list[ForkedRank]) -> None:
         self._launch = launch
@@ -518,41 +519,41 @@ class GangClocks:
         return [rank for rank in self._ranks if rank.result is None]
 
     def watched(self) -> list[ForkedRank]:
-        """The ranks that have to keep deadlines: all that are not done, but of a user's program those that
-        say anything, once any does. The others follow them."""
+        """Ranks with deadlines: all unfinished ones. Of a user's program, only the ranks that report progress, once any
+        does; the others follow them."""
         waiting = self.unsettled()
-        return [rank for rank in waiting if self.speaks(rank)] or waiting
+        return [rank for rank in waiting if self.reports_progress(rank)] or waiting
 
-    def speaks(self, rank: ForkedRank) -> bool:
-        """Whether what the rank has reported tells how far it is: of a user's program it need not report."""
+    def reports_progress(self, rank: ForkedRank) -> bool:
+        """Whether the rank reports its progress. Ranks of a user's program need not."""
         return not self._launch.is_script or rank.clock.reported_at_s is not None
 
     def slowest(self) -> RankClock:
-        """The clock of the rank that is least far; there has to be a rank."""
+        """The clock of the slowest rank; there must be a rank."""
         return min(self.watched() or self._ranks, key=lambda rank: rank.clock.position).clock
 
     def advance(self, rank: ForkedRank, progress: RankProgress, now_s: float) -> float:
-        """Take in what a rank reports; gives the seconds of compiling that it brings to account."""
+        """Record a rank's report; return the seconds of compile time to account for."""
         since_s = rank.clock.compiles_since_s
         seconds = 0.0 if since_s is None else self.stand_still(now_s - since_s, now_s)
         rank.clock.advance(progress, now_s, is_sign=not progress.is_compiling or self._compiling.left_s > 0)
         return seconds
 
     def stand_still(self, seconds: float, now_s: float) -> float:
-        """Leave out of all clocks so many seconds for which a rank of the gang has compiled, as far as they have not
-        been yet; gives how many those were."""
+        """Exclude compile time of a rank of the gang from all clocks, unless it was excluded before; return the seconds
+        that were excluded."""
         passed_s = self._compiling.passed(now_s - seconds, now_s)
         for rank in self._ranks:
             rank.clock.stand_still(passed_s, now_s)
         return passed_s
 
     def due_at_s(self) -> float:
-        """When (monotonic) the next deadline is missed unless a rank reports before."""
+        """Time (monotonic) of the next missed deadline unless a rank reports before."""
         deadlines = self._deadlines
         return min((due_at_s(rank.clock, deadlines) for rank in self.watched()), default=math.inf)
 
     def overdue_reason(self, now_s: float) -> str | None:
-        """Which deadline has been missed, for people; None where none has."""
+        """Describe the missed deadline; None if there is none."""
         deadlines = self._deadlines
         overdue = min(self.watched(), key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
         if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
@@ -565,7 +566,7 @@ class GangClocks:
 
     @property
     def _deadlines(self) -> Deadlines:
-        """Those of the launch. Of programs that tell of themselves on one node only, the others report nothing."""
+        """Deadlines of the launch. If a program reports on one node only, the other nodes report nothing."""
         found = self._launch.deadlines
         if not self._launch.is_script or self._launch.num_nodes == 1:
             return found

@@ -80,13 +80,13 @@ from trials.secrets import VARIABLES, keep_secret, redact, redact_file
 
 # ---- The warden of one attempt on one node: forks its ranks, watches them, and leaves no process of theirs behind
 #
-# Every attempt has a warden process of its own, forked by the fork server. It adopts whatever its ranks leave orphaned,
-# so "all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
+# Every attempt has its own warden process, forked by the fork server. It adopts the orphans of its ranks, so "all
+# descendants are gone" means exactly "the gang is gone", and concurrent gangs cannot be confused.
 #
 #     devices free? -> fork ranks -> watch -> (first failure, deadline, stop, SIGTERM, a dead agent or silent
 #     controller: kill all) -> reap all -> devices free again? -> NodeGone
 
-# The warden's end of the socket to its agent: orders in, events out, without ever waiting for the agent.
+# The warden's end of the socket to its agent: orders in, events out, never waiting for the agent.
 
 
 CHUNK = 1 << 16
@@ -94,7 +94,7 @@ CHUNK = 1 << 16
 
 
 class AgentLink:
-    """Takes orders from the agent and tells it of events, never waiting for it once it is watched."""
+    """Receives orders from the agent and sends it events; never waits for it once watched."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
@@ -103,7 +103,7 @@ class AgentLink:
         self.is_closed = False
 
     def receive(self) -> list[Any]:
-        """Messages that have come from the agent, if any is complete; marks the link closed if the agent is gone."""
+        """Return the complete messages from the agent; mark the link closed if the agent is gone."""
         try:
             chunk = self._agent.recv(CHUNK)
         except ConnectionError:
@@ -112,7 +112,7 @@ class AgentLink:
         return list(self._lines.feed(chunk))
 
     def watch(self, selector: selectors.BaseSelector, obey: Callable[[list[Any]], None]) -> None:
-        """From now on hand what is received to ``obey``, also the empty list when the agent is gone."""
+        """Pass all further messages to ``obey``, and an empty list when the agent is gone."""
         self._selector, self._obey = selector, obey
         self._agent.setblocking(False)
         selector.register(self._agent, selectors.EVENT_READ, self._serve)
@@ -122,7 +122,7 @@ class AgentLink:
         self._flush()
 
     def finish(self, event: NodeEvent) -> None:
-        """Send the last event after all before it, however long that takes."""
+        """Send the last event after all others, however long that takes."""
         self._agent.setblocking(True)
         with contextlib.suppress(ConnectionError):
             self._agent.sendall(b"".join(self._outbox) + line(event))
@@ -137,7 +137,7 @@ class AgentLink:
             self._obey(messages)
 
     def _flush(self) -> None:
-        """Send what the socket takes; an agent that is slow to read must not hold up the watch."""
+        """Send as much as the socket takes. A slow agent must not delay the watch."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._outbox:
                 sent = self._agent.send(self._outbox[0])
@@ -150,14 +150,14 @@ class AgentLink:
 
 
 COLLATERAL_GRACE_S = 2.0
-"""How long a failure may wait for the one that caused it before the gang is killed for it."""
+"""Time for a failure's cause to arrive before the gang is killed for it, in seconds."""
 SIGTERM_GRACE_S = 0.5
-"""How far apart a batch system's signals to the processes of one node may arrive."""
+"""Largest delay between a batch system's signals to the processes of one node, in seconds."""
 SIGTERM_SEEN = "the processes of the node received SIGTERM, as sent by batch systems"
 
 
 class Warden:
-    """Runs in its own process and talks with the agent over ``agent``, a stream socket."""
+    """Runs in its own process, connected to the agent by ``agent``, a stream socket."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._link = AgentLink(agent)
@@ -168,11 +168,11 @@ class Warden:
         self._kill_at_s = math.inf
         self._release_due_s = math.inf
         self._silent_at_s = math.inf
-        """When (monotonic) the controller counts as gone unless it reports before."""
+        """Time (monotonic) at which the controller counts as gone unless it reports before."""
         self._is_stopping = False
         self._began_s = time.monotonic()
         self._started_at_s = math.inf
-        """When (monotonic) the last rank that has begun to train did so."""
+        """Time (monotonic) at which the latest rank began to train."""
         self._preempted_at_s: float | None = None
         self._reported: tuple[int, int] = (0, 0)
 
@@ -194,10 +194,10 @@ class Warden:
             self._wait()
         self._release()
         self._finish()
-        kill_descendants()  # those that would not die must not become the fork server's to wait for
+        kill_descendants()  # the fork server must not wait for those that would not die
 
     def _wait(self) -> None:
-        """Wait for something to happen and see to it, or for the next deadline."""
+        """Wait for an event and handle it, or for the next deadline."""
         for key, events in self._selector.select(self._patience_s()):
             key.data(events)
         for rank in self._weighed():
@@ -212,7 +212,7 @@ class Warden:
         return [rank for rank in self._ranks if rank.is_running]
 
     def _expect_sigterm(self) -> None:
-        """Have the loop wake up for the signal by which a batch system ends a node's processes."""
+        """Wake the loop on the signal by which a batch system ends a node's processes."""
         awake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waker)
         signal.signal(signal.SIGTERM, self._note_sigterm)
@@ -242,7 +242,7 @@ class Warden:
             self._stop(str(error))
 
     def _not_free(self) -> str | None:
-        """Why the ranks would not find the memory they were promised; None if they do."""
+        """Return the reason why the promised memory is not free; None if it is."""
         if self._launch.device_kind != "cpu":
             return not_free_reason(self._launch, SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
@@ -306,7 +306,7 @@ class Warden:
             self._record_result(rank, self._unreported(rank, os.waitstatus_to_exitcode(status)))
 
     def _drain(self, rank: ForkedRank) -> None:
-        """Read what the dead rank had written; a process it left behind may hold the pipe open."""
+        """Read the rest of a dead rank's pipe, which a process it left behind may hold open."""
         if rank.pipe >= 0:
             os.set_blocking(rank.pipe, False)
             with contextlib.suppress(BlockingIOError):
@@ -323,9 +323,9 @@ class Warden:
         return rank.failure(self._launch.node, category, f"rank {rank.slot.rank} {how}", exit_code)
 
     def _record_result(self, rank: ForkedRank, result: RankResult) -> None:
-        """Keep the rank's result. Kill the gang for a root cause at once, for what may have a cause after a moment."""
+        """Record the rank's result. Kill the gang: at once for a root cause, else after a grace period."""
         self._load.end()
-        if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
+        if isinstance(rank.result, RankFailure):  # it hung; its end means nothing
             return
         if isinstance(result, RankFailure):
             result = explained(result, rank, self._launch, self._oom_kills)
@@ -344,7 +344,7 @@ class Warden:
             self._release_due_s = time.monotonic() + self._launch.release_s
 
     def _program_peak(self, rank: ForkedRank) -> int:
-        """The most memory, in bytes, that the rank's program is known to have taken on a device; 0 if unknown."""
+        """Return the highest known device memory of the rank's program, in bytes; 0 if unknown."""
         if self._launch.device_kind == "cpu":
             return rank.program_peak_bytes
         return most_used(self._load.samples, slot_handles(self._launch, rank.slot))
@@ -354,7 +354,7 @@ class Warden:
         self._notes.append(RankFailure(rank=None, node=node, category=category, message=message, at_s=at_s))
 
     def _patience_s(self) -> float | None:
-        """Seconds until the next deadline."""
+        """Return the seconds until the next deadline."""
         due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
         if not self._is_stopping:
             due_s = min(
@@ -376,12 +376,12 @@ class Warden:
             self._stop(reason, is_hang=True)
 
     def _examine_hanging(self, message: str) -> None:
-        """See what the ranks do that have no result, those too that leave reports to others: it is their result."""
+        """Examine all ranks without a result, also those that leave reports to others; this is their result."""
         hanging = [rank for rank in self._clocks.unsettled() if rank.is_running]
         states = examine([self._to_examine(rank) for rank in hanging])
         slowest = self._clocks.slowest()
         for rank in hanging:
-            state, clock = states[rank.slot.rank], rank.clock if self._clocks.speaks(rank) else slowest
+            state, clock = states[rank.slot.rank], rank.clock if self._clocks.reports_progress(rank) else slowest
             failure = rank.failure(self._launch.node, "deadline", message, log_tail=state.tail)
             failure = with_host_cause(failure, self._oom_kills, Path(self._launch.directory))
             rank.result = replace(failure, phase=clock.phase, sights=state.sights)
@@ -393,7 +393,7 @@ class Warden:
             pid=rank.pid,
             log=rank.log,
             device=self._launch.device_kind,
-            progress=rank.clock.position if self._clocks.speaks(rank) else None,
+            progress=rank.clock.position if self._clocks.reports_progress(rank) else None,
             folder=Path(self._launch.directory),
             request_write=-1 if is_script else rank.request_write,
             reports=report_folder(rank_folder(self._launch), rank.slot.rank) if is_script else None,
@@ -401,14 +401,14 @@ class Warden:
         )
 
     def _stop(self, reason: str, *, is_hang: bool = False) -> None:
-        """End the gang here, and have it ended elsewhere; ``is_hang``: see before what its ranks are doing."""
+        """End the gang here and on the other nodes; ``is_hang``: examine its ranks first."""
         if not self._is_stopping:
             self._is_stopping = True
             self._load.end()
             self._kill_at_s = self._silent_at_s = math.inf
             attempt, token = self._launch.attempt_id, self._launch.token
             self._link.send(NodeFailing(attempt_id=attempt, token=token, reason=reason, is_hang=is_hang))
-            if is_hang:  # the other nodes look at the same time
+            if is_hang:  # the other nodes examine theirs at the same time
                 self._examine_hanging(reason)
             self._release_due_s = time.monotonic() + self._launch.release_s
             for rank in self._ranks:
@@ -420,7 +420,7 @@ class Warden:
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
             self._load.enter(slowest.phase)
-            os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
+            os.utime(self._launch.directory)  # records how long it held its devices, in case the controller dies
             self._link.send(
                 GangProgress(
                     attempt_id=self._launch.attempt_id,
@@ -432,7 +432,7 @@ class Warden:
             )
 
     def _release(self) -> None:
-        """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
+        """Ensure that no process of the gang is left and its devices' memory is free, or record what is not."""
         survivors = kill_descendants(self._launch.release_s)
         if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
@@ -444,7 +444,7 @@ class Warden:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
 
     def _results(self) -> tuple[RankResult, ...]:
-        """What is known of the ranks, with the ends of their logs where they failed."""
+        """Return the ranks' results, with the ends of the logs of failed ranks."""
         finished = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
         return tuple(finished if self._preempted_at_s is None else map(as_preempted, finished))
 
@@ -472,10 +472,10 @@ def warden_main(fd: int) -> None:
 
 # ---- The fork server: a process with torch and the runners' modules imported, whose children start in milliseconds
 #
-# It is single-threaded, imports no ray and touches no device, so that its children may. The agent hands it one end of
-# a socket per attempt; a :mod:`cluster.node.warden` forked for it does the rest. When the agent's end of the control
-# socket closes, however that comes about, the fork server kills all its descendants and exits. (It cannot use the
-# kernel's parent-death signal: that is sent when the *thread* that started it ends, and an agent has several.)
+# It is single-threaded, does not import ray and touches no device, so that its children may. The agent passes it one
+# end of a socket per attempt, and it forks a :mod:`cluster.node.warden` for that. When the agent's end of the control
+# socket closes for any reason, the fork server kills all its descendants and exits. (It cannot use the kernel's
+# parent-death signal: the kernel sends that when the *thread* that started it ends, and an agent has several.)
 
 MESSAGES = (
     NodeLaunch,
@@ -489,14 +489,14 @@ MESSAGES = (
     RankReport,
     StepBreakdown,
 )
-"""Types of the messages that wardens and ranks read: looked up before the first fork, so that no child has to."""
+"""Message types of wardens and ranks: resolved before the first fork, so that no child has to."""
 
 CLOSE_TIMEOUT_S = 120.0
-"""How long its descendants may take to be gone before it leaves them: a broken driver holds processes for ever."""
+"""Time for its descendants to end, in seconds. A broken driver may hold processes forever."""
 
 
 def preload(modules: Sequence[str]) -> list[str]:
-    """Import ``modules``; return what went wrong, one line per module."""
+    """Import ``modules``; return the errors, one line per module."""
     problems = []
     for module in modules:
         try:
@@ -516,7 +516,7 @@ class ForkServer:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._wardens: dict[int, int] = {}
-        """Pid of each warden -> the fork server's copy of its socket."""
+        """By pid of each warden, the fork server's copy of its socket."""
 
     def serve(self) -> None:
         """Fork and reap until the agent is gone."""
@@ -540,9 +540,9 @@ class ForkServer:
         return True
 
     def _reap(self, *, warden: int, pidfd: int) -> None:
-        """Reap a warden that has ended, and kill what it left behind if it was killed.
+        """Reap an ended warden, and kill its remaining processes if it was killed.
 
-        The agent takes the end of the attempt's socket, of which this process keeps a copy so long, for the proof.
+        The agent takes the end of the attempt's socket as proof, so this process keeps a copy of it until then.
         """
         self._selector.unregister(pidfd)
         os.close(pidfd)
@@ -569,16 +569,16 @@ def _run_warden(fd: int) -> None:
 
 def main() -> None:
     """``python -m cluster.node.warden <control fd> <sys.path entries as JSON> <module>...``"""
-    gc.disable()  # what is imported stays: looking through it again and again is a fifth of the start
+    gc.disable()  # imported modules stay: scanning them repeatedly takes a fifth of the start
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.path.extend(entry for entry in json.loads(sys.argv[2]) if entry not in sys.path)
     adopt_orphans()
-    faulthandler.enable(file=2)  # ranks inherit both: in them descriptor 2 is their own log
+    faulthandler.enable(file=2)  # ranks inherit both; their descriptor 2 is their own log
     faulthandler.register(DUMP_SIGNAL, file=2)
     problems = preload(sys.argv[3:])
     if too_small := shared_memory_shortage(MIN_SHARED_BYTES):
         problems.append(too_small)
-    for cls in MESSAGES:  # an empty message is no message, but its types are looked up and remembered
+    for cls in MESSAGES:  # parsing an empty message fails, but caches its types
         with contextlib.suppress(CodecError):
             from_json(cls, {})
     gc.collect()

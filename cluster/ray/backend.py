@@ -1,7 +1,7 @@
 """The backend ``ray``: gangs on whole nodes of a Ray cluster.
 
-Every leased node has one agent actor. Ray starts and watches the agents and carries their messages; everything below,
-down to the last process, is the agents' own.
+Every leased node has one agent actor. Ray starts and watches the agents and carries their messages. The agents manage
+everything below them, down to the last process.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ if TYPE_CHECKING:
     from cluster.base import ClusterRequest
 
 
-# ---- Starts and calls the agents of the leased nodes, and collects their answers. Nothing waits longer than it is
-# told
+# ---- Starts and calls the agents of the leased nodes, and collects their answers. Every wait has a time limit
 
-# A node's agent as a Ray actor, which also sends home what ranks leave in files.
+# A node's agent as a Ray actor, which also sends ranks' files to the controller.
 
 
 _SIOCGIFADDR = 0x8915
@@ -73,18 +72,18 @@ _INET6_TABLE = Path("/proc/net/if_inet6")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOrder:
-    """What the controller wants of a node of its lease."""
+    """The controller's order for a node of its lease."""
 
     name: str
     address: str
     workdir: str
     home: str
-    """Name of the file that shows whether the node shares the controller's file system."""
+    """Name of the marker file on the controller's file system."""
     preload: tuple[str, ...]
     search_path: tuple[str, ...]
     device: DeviceChoice
     may_be_cpu: bool
-    """Whether ``auto`` may find no accelerator: not where Ray counts some."""
+    """Whether ``auto`` may find no accelerator: False if Ray counts some."""
     num_devices: int
     device_memory_bytes: int | None
     env: Mapping[str, str]
@@ -93,22 +92,22 @@ class NodeOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDescription:
-    """What an agent says of the node it runs on."""
+    """An agent's description of its node."""
 
     node: Node
     interface: str | None
-    """The network interface that carries its address."""
+    """Network interface with its address."""
     node_id: str
-    """Ray's name for the node."""
+    """Ray's id of the node."""
 
 
 class NodeAgent:
-    """The actor of one node, which holds all of its resources. ``poll`` runs beside the other calls, which run in
-    order."""
+    """Actor of one node, which holds all of its resources. ``poll`` runs concurrently with the other calls, which run
+    in order."""
 
     def __init__(self, order: NodeOrder) -> None:
-        die_with_parent(os.getppid())  # or it would outlive a raylet that is killed
-        with contextlib.suppress(PermissionError):  # Ray has its workers, and so our ranks, give way to everything else
+        die_with_parent(os.getppid())  # or it would outlive a killed raylet
+        with contextlib.suppress(PermissionError):  # Ray lowers the priority of its workers, and so of ranks
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         self._node = discover_node(
             name=order.name,
@@ -136,7 +135,7 @@ class NodeAgent:
         return NodeDescription(node=self._node, interface=interface_of(self._node.address), node_id=node_id)
 
     def free_port(self) -> int:
-        """A TCP port of the node, for ranks to meet at."""
+        """Return a free TCP port of the node for the rendezvous."""
         return free_port()
 
     def launch(self, launch: NodeLaunch) -> None:
@@ -147,7 +146,7 @@ class NodeAgent:
         self._agent.order(attempt_id, order)
 
     def poll(self, timeout_s: float) -> Sequence[NodeEvent | FilePiece]:
-        """Events, and before the last one of an attempt its files; a few megabytes of them at a time."""
+        """Return events; before an attempt's last event also its files, a few megabytes at a time."""
         for event in self._agent.poll(0.0 if self._outgoing else timeout_s):
             self._outgoing.append(self._with_files(event))
         batch: list[NodeEvent | FilePiece] = []
@@ -171,7 +170,7 @@ class NodeAgent:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 or IPv6 address; None if none has it."""
+    """Return the name of the network interface with this IPv4 or IPv6 address; None if there is none."""
     parsed = ipaddress.ip_address(address)
     if parsed.is_loopback:
         return "lo"
@@ -181,7 +180,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # has no IPv4 address
+            except OSError:  # no IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -189,7 +188,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _interface_of_ipv6(digits: str) -> str | None:
-    """The interface in the kernel's table whose address has these 32 hexadecimal digits."""
+    """Return the interface in the kernel's table with these 32 hexadecimal digits as its address."""
     rows = (line.split() for line in read_or_empty(_INET6_TABLE).splitlines())
     return next((row[-1] for row in rows if row and row[0] == digits), None)
 
@@ -199,9 +198,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 30.0
 LONG_POLL_S = 15.0
-"""How long an agent waits for events before it answers a poll."""
+"""Longest wait of an agent for events before it answers a poll, in seconds."""
 SILENT_S = 30.0
-"""How late an answer may be before the agent counts as lost. Ray itself notices a frozen host after a minute."""
+"""Delay of an answer, in seconds, after which the agent counts as lost. Ray takes a minute."""
 _LIMITS_S = {
     "describe": START_TIMEOUT_S,
     "close": CLOSE_TIMEOUT_S,
@@ -212,7 +211,7 @@ What = Literal["describe", "poll", "launch", "close"]
 
 
 class SilentError(RuntimeError):
-    """An agent does not answer."""
+    """No answer from an agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +223,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReply:
-    """The answer to a call, or why there is none: then the agent may be gone."""
+    """The answer to a call, or an error: then the agent may be gone."""
 
     what: What
     slot: NodeSlot
@@ -255,7 +254,7 @@ class Agents:
         self._call("describe", slot, self._actors[slot.name].describe.remote())
 
     def listen(self, slot: NodeSlot) -> None:
-        """Ask for the next events."""
+        """Request the next events."""
         poll = self._actors[slot.name].poll.options(concurrency_group="events")
         self._call("poll", slot, poll.remote(LONG_POLL_S))
 
@@ -267,7 +266,7 @@ class Agents:
             self._actors[name].order.remote(attempt_id, order)
 
     def free_port(self, name: str) -> int:
-        """A free TCP port of the node.
+        """Return a free TCP port of the node.
 
         Raises:
             RayError: no answer.
@@ -276,7 +275,7 @@ class Agents:
         return port
 
     def retire(self, slot: NodeSlot) -> bool:
-        """Have the agent end all its processes, which its answer to ``close`` confirms. False if there is no agent."""
+        """Order the agent to end all its processes; its answer to ``close`` confirms it. False if there is no agent."""
         self._forget_calls(slot)
         actor = self._actors.pop(slot.name, None)
         if actor is None:
@@ -285,7 +284,7 @@ class Agents:
         return True
 
     def kill(self, slot: NodeSlot) -> None:
-        """End the agent, in case it only cannot be reached."""
+        """End the agent, which may only be unreachable."""
         self._forget_calls(slot)
         if (actor := self._actors.pop(slot.name, None)) is not None:
             with contextlib.suppress(UnreachableError):
@@ -296,7 +295,7 @@ class Agents:
         return [call.slot for call in self._calls.values() if call.what == "close"]
 
     def answers(self, timeout_s: float) -> list[AgentReply]:
-        """Wait up to ``timeout_s`` for an answer; calls without one for too long are answered with an error."""
+        """Wait up to ``timeout_s`` for answers. Overdue calls are answered with an error."""
         if late := self._late():
             return late
         if not self._calls:
@@ -306,7 +305,7 @@ class Agents:
         return [self._answer(ref) for ref in ready]
 
     def _late(self) -> list[AgentReply]:
-        """Answers to overdue calls, errors where none has come. One that has come counts, however late it is read."""
+        """Return answers to overdue calls, or errors if none has arrived. An answer counts, however late it is read."""
         now_s = time.monotonic()
         overdue = [ref for ref, call in self._calls.items() if now_s - call.called_at_s > _LIMITS_S[call.what]]
         if not overdue:
@@ -332,14 +331,14 @@ class Agents:
         self._calls = {ref: call for ref, call in self._calls.items() if call.slot is not slot}
 
 
-# The queue of the sweeps that share a Ray cluster: an actor that outlives each of them, and the calls to it.
+# The queue of sweeps that share a Ray cluster: an actor that outlives each of them, and the calls to it.
 
 
 NAMESPACE = "tune-cluster"
 NAME = "queue-1"
-"""Name of the actor; its number changes with the messages that it understands."""
+"""Name of the actor. The number changes with the message format."""
 ANSWER_S = 0.5
-"""How long a beat waits for an answer; one that comes later is taken at the next."""
+"""Longest wait of a beat for an answer, in seconds. A later answer is used at the next beat."""
 HEAD = {"node:__internal_head__": 0.001}
 """Resources that place the actor on the head, whose loss ends the cluster anyway."""
 
@@ -348,13 +347,13 @@ class QueueActor(Queue):
     """The queue as a Ray actor."""
 
     def __init__(self) -> None:
-        die_with_parent(os.getppid())  # or it would outlive a raylet that is killed
+        die_with_parent(os.getppid())  # or it would outlive a killed raylet
         super().__init__()
 
 
 class RayAdmission:
     """Admission to the cluster of ``lease``. While the queue does not answer, its last grant counts until the queue
-    itself would have forgotten the claim; after that, what is held is kept."""
+    would have dropped the claim. After that, held nodes are kept."""
 
     def __init__(self, lease: RayLease, policy: QueuePolicy) -> None:
         self._lease = lease
@@ -379,14 +378,14 @@ class RayAdmission:
                 self._grant, self._granted_at_s = grant, time.monotonic()
             problem = "has not responded yet"
         except (RayError, UnreachableError, ValueError) as error:
-            self._actor = self._call = None  # it may have died: the next beat makes another
+            self._actor = self._call = None  # it may have died: the next beat creates another
             problem = f"cannot be reached: {first_line(error)}"
         if time.monotonic() - self._granted_at_s < EXPIRES_S:
             return self._grant
         return Grant(claim.held, f"the queue of the Ray cluster {problem}")
 
     def leave(self) -> None:
-        """Give up the place in the queue; the last sweep to leave ends the actor."""
+        """Leave the queue. The last sweep to leave ends the actor."""
         if self._actor is None or not self._key:
             return
         actor, key = self._actor, self._key
@@ -396,7 +395,7 @@ class RayAdmission:
                 within(CALL_TIMEOUT_S, lambda: ray.kill(actor))
 
     def _request(self, entry: QueueEntry) -> Grant | None:
-        """The answer to this beat or the one before; None when there is none yet."""
+        """Return the answer to this or the previous beat; None if there is none yet."""
         now_s = time.monotonic()
         if self._call is None:
             self._actor = self._actor or within(CALL_TIMEOUT_S, _find_or_make)
@@ -429,17 +428,16 @@ def _find_or_make() -> Any:
 
 Category = Literal["lost", "preempted"]
 MAX_UNABLE = 5
-"""Nodes on which agents may fail to start, one after another, before it is taken to be the same on all others."""
+"""Number of nodes on which agents may fail to start in a row before the lease is given up."""
 
 
 class RayCluster:
-    """A :class:`cluster.base.Cluster` of whole nodes of a Ray cluster. It begins with none: see :meth:`resize`.
+    """A :class:`cluster.base.Cluster` of whole nodes of a Ray cluster. It starts with none: see :meth:`resize`.
 
     Args:
-        workdir: takes a folder per attempt; on other hosts the same path is made there.
-        request: without an address a private Ray is started on this host, reachable over loopback with a token of its
-            own.
-        admission: instead of the Ray cluster's own queue.
+        workdir: folder for the attempts; created under the same path on other hosts.
+        request: without an address, a private Ray is started on this host, on loopback with its own token.
+        admission: replaces the Ray cluster's own queue.
         preload: modules the fork servers import once for all ranks.
 
     Raises:
@@ -469,7 +467,7 @@ class RayCluster:
         self._has_joined = False
         """Whether any agent has ever started."""
         self._unable: set[str] = set()
-        """Ids of the nodes on which the agent ended with an error of its own."""
+        """Ids of the nodes on which the agent ended with an error."""
         self._connection = contextlib.ExitStack()
         if ray.is_initialized():
             raise ClusterError("this process is already connected to a Ray cluster; close that connection first")
@@ -496,7 +494,7 @@ class RayCluster:
 
     @property
     def status(self) -> LeaseStatus:
-        """Whether the least is held that was asked for; if not, whether the cluster can give it at all."""
+        """Whether the requested minimum is held; if not, whether the cluster can provide it at all."""
         return self._lease.status
 
     @property
@@ -540,7 +538,7 @@ class RayCluster:
             self._agents.launch(slot, order)
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
-        """Wait for events as the protocol says; a change of the topology ends the wait, too."""
+        """Wait for events as in the protocol. A change of the topology also ends the wait."""
         deadline_s, before = time.monotonic() + timeout_s, self._topology
         while True:
             self._update()
@@ -557,7 +555,7 @@ class RayCluster:
 
     def close(self) -> None:
         try:
-            if self._head is None or self._head.is_alive:  # a Ray that has failed answers nothing
+            if self._head is None or self._head.is_alive:  # a failed Ray does not answer
                 self._give_back_all()
             self._admission.leave()
         finally:
@@ -580,7 +578,7 @@ class RayCluster:
             self._lease.remove(slot)
 
     def _connect(self, request: ClusterRequest) -> tuple[Wanted, PrivateHead | None]:
-        """What to ask for, and the head where it is our own."""
+        """Return the request to Ray, and the head if it is private."""
         devices_per_node, head = request.devices_per_node, None
         if request.address is None:
             node = discover_node(device=request.device, num_devices=devices_per_node)
@@ -591,7 +589,7 @@ class RayCluster:
         return Wanted(device=request.device, devices_per_node=devices_per_node), head
 
     def _update(self) -> None:
-        """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""
+        """Grow and shrink the lease, and drop nodes that Ray reports as gone."""
         changes = self._lease.update(time.monotonic())
         for lost in changes.lost:
             self._lose(lost.slot, lost.reason, lost.category)
@@ -638,7 +636,7 @@ class RayCluster:
             self._receiver.take(event)
 
     def _join(self, slot: NodeSlot, described: NodeDescription) -> None:
-        """Add the node to the topology, unless it is another one than was asked for, or excluded."""
+        """Add the node to the topology, unless it is not the requested one, or excluded."""
         if described.node_id != slot.node_id:
             self._avoid(slot, f"Ray started the agent of node {slot.name} on another node")
             return
@@ -649,12 +647,12 @@ class RayCluster:
             return
         self._has_joined = True
         self._lease.ready_now(slot)
-        self._lost.pop(slot.name, None)  # it only had not been reachable
+        self._lost.pop(slot.name, None)  # it was only unreachable
         self._agents.listen(slot)
         self._show()
 
     def _fail(self, slot: NodeSlot, error: Exception) -> None:
-        """Take in that a call failed: the agent may be gone."""
+        """Handle a failed call: the agent may be gone."""
         if not slot.is_ready:
             reason = f"the agent did not start on node {slot.name}: {last_line(error)}"
             if isinstance(error, RayActorError) and error.actor_init_failed:
@@ -666,17 +664,17 @@ class RayCluster:
         self._lose(slot, f"{type(error).__name__}: {first_line(error)}", "preempted" if is_preempted else "lost")
 
     def _require_an_able_node(self, reason: str) -> None:
-        """Give up where agents fail by errors of their own on every node that could be leased, or on many, and none has
-        ever started: it would be the same in an hour.
+        """Give up if agents fail by their own errors on every possible node, or on many, and none has ever started:
+        waiting would not help.
 
         Raises:
-            ClusterError: they do.
+            ClusterError: that is the case.
         """
         if not self._has_joined and (len(self._unable) >= MAX_UNABLE or self._lease.usable <= self._unable):
             raise ClusterError(reason)
 
     def _lose(self, slot: NodeSlot, reason: str, category: Category) -> None:
-        """Take the node out of service; its agent is killed in case it only cannot be reached."""
+        """Take the node out of service, and kill its agent, which may only be unreachable."""
         if self._lease.slots.get(slot.name) is not slot:
             return
         message = f"node {slot.name} is lost: {reason}"
@@ -695,7 +693,7 @@ class RayCluster:
         self._start_over(slot)
 
     def _start_over(self, slot: NodeSlot) -> None:
-        """Give the node back; and all of them while the first are not complete, for others may be waiting for them."""
+        """Give the node back; all of them while the first ones are incomplete, as other sweeps may need them."""
         for other in [slot] if self._is_begun else list(self._lease.slots.values()):
             self._give_back(other)
 
@@ -707,7 +705,7 @@ class RayCluster:
         self._show()
 
     def _show(self) -> None:
-        """Bring the topology up to date. The first nodes are shown together."""
+        """Update the topology. The first nodes appear together."""
         self._is_begun = bool(self._lease.slots) and (self._is_begun or self._lease.status == "enough")
         self._topology = Topology(nodes=self._nodes() if self._is_begun else ())
 

@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster that is started here or runs already, and asks its head with a time limit."""
+"""Connects to a Ray cluster, private or running already, and calls its head with a time limit."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from trials.accelerator.kinds import FAMILIES
 
 CONNECT_TIMEOUT_S = 5.0
 _PREFIX, _LOCK = "tune-", "controller.lock"
-"""How the name of a private Ray's folder begins, and the file in it that its controller keeps locked."""
+"""Prefix of a private Ray's folder, and the file in it that its controller keeps locked."""
 _FRESH_S = 10.0
-"""A younger folder may be about to be locked."""
+"""Age of a folder, in seconds, below which it may not be locked yet."""
 
 
 def require_listener(address: str) -> None:
-    """Raise ClusterError at once where nothing listens at ``address``; Ray itself would try for a minute."""
+    """Raise ClusterError at once if nothing listens at ``address``. Ray itself would try for a minute."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -62,8 +62,8 @@ def require_listener(address: str) -> None:
 
 
 def locked_folder() -> tuple[Path, IO[bytes]]:
-    """A new temporary folder for a private Ray, and its lock file, which is held as long as this process lives. Ray
-    puts sockets there: the path is short."""
+    """Create a temporary folder for a private Ray, with a lock file held as long as this process lives. The path is
+    short because Ray puts sockets there."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = (folder / _LOCK).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,7 +71,7 @@ def locked_folder() -> tuple[Path, IO[bytes]]:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove folders of this user whose controller and guardian were both killed: they hold Ray's token."""
+    """Remove this user's folders whose controller and guardian were both killed: they contain Ray's token."""
     removed = []
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError), path.open("rb") as lock:
@@ -85,18 +85,18 @@ def remove_stale_folders() -> list[Path]:
 
 
 def fresh_token(folder: Path) -> dict[str, str]:
-    """Environment for authentication with a new token, kept in ``folder``; empty if the user has turned that off."""
+    """Return the environment for authentication with a new token in ``folder``; empty if the user disabled it."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return {}
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32), encoding="ascii")
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": ""}  # which would come first
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": ""}  # it would come first
 
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment variables ``changes`` while inside."""
+    """Set the environment variables ``changes`` within the context."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -110,12 +110,12 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def last_line(error: Exception) -> str:
-    """The last line of the error's message, which names the cause where Ray repeats a traceback of another process."""
+    """Return the last line of the error's message, the cause if Ray repeats another process's traceback."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def first_line(error: Exception) -> str:
-    """The first line of the error's message; its type's name where it has none."""
+    """Return the first line of the error's message; its type's name if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -124,26 +124,26 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
-"""How long an answer of Ray may take."""
+"""Time limit of an answer from Ray, in seconds."""
 OBJECT_STORE_BYTES = 80 << 20
 """Size of a private Ray's object store, close to the minimum: nothing large travels through Ray."""
 
 
 class _OwnPath(JobConfig):
-    """What Ray's workers receive from a driver: not its folder, which is the user's and which Ray would otherwise have
-    them import from before all others."""
+    """Configuration of Ray's workers without the driver's folder. Workers would otherwise import from that folder,
+    which is the user's, before all others."""
 
     def _runtime_env_has_working_dir(self) -> bool:
-        return True  # Ray asks this only to decide whether workers get the driver's folders
+        return True  # Ray uses this only to decide whether workers get the driver's folders
 
 
 class UnreachableError(RuntimeError):
-    """The head of the Ray cluster does not answer, or refuses."""
+    """No answer from the head of the Ray cluster, or a refusal."""
 
 
 def started(call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` in a thread of its own, which does not keep the process from ending: Ray's questions to its head
-    wait for as long as the head is away."""
+    """Run ``call`` in its own thread, which does not keep the process from ending: Ray's calls to its head wait as long
+    as the head is away."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -157,10 +157,10 @@ def started(call: Callable[[], T]) -> Future[T]:
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """The answer of ``call``.
+    """Return the result of ``call``.
 
     Raises:
-        UnreachableError: none in ``timeout_s``, or an error.
+        UnreachableError: no result in ``timeout_s``, or an error.
     """
     try:
         return started(call).result(timeout_s)
@@ -171,11 +171,11 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
 
 
 OWN_HEAD_PATIENCE_S = 300.0
-"""How long a private Ray's head may be slow to answer as long as its process lives: a busy host takes its time."""
+"""Time limit of a private Ray's head while its process lives, in seconds: a busy host is slow."""
 
 
 class PrivateHead:
-    """The head of a private Ray: processes that this one has started and can see."""
+    """The head of a private Ray: child processes that this one can observe."""
 
     def __init__(self) -> None:
         node: Any = ray._private.worker._global_node
@@ -185,12 +185,12 @@ class PrivateHead:
 
     @property
     def is_alive(self) -> bool:
-        """Whether none of its processes has ended, however slow they may be."""
+        """Whether all of its processes still run, however slow."""
         return self.ended is None
 
     @property
     def ended(self) -> str | None:
-        """Name of a process that has ended; None while all run."""
+        """Return the name of an ended process; None while all run."""
         for name, pid in self.pids.items():
             if (info := process_info(pid)) is None or not info.is_running:
                 return name
@@ -199,25 +199,25 @@ class PrivateHead:
 
 @contextlib.contextmanager
 def private_ray(node: Node) -> Iterator[PrivateHead]:
-    """Run a private Ray on this host, over loopback, of which nothing is left afterwards or when this process dies."""
+    """Run a private Ray on this host over loopback. Nothing of it outlives the context or this process."""
     lease = uuid4().hex
     remove_stale_folders()
     folder, lock = locked_folder()
     guardian = Guardian(lease, remove=folder)
     changes = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # by default ranks would give way to everything else
+        "RAY_worker_niceness": "0",  # the default lowers the priority of ranks
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_prestart_worker_first_driver": "0",  # a worker per CPU, of which only the agent's is ever used
-        "RAY_gcs_rpc_server_reconnect_timeout_s": f"{OWN_HEAD_PATIENCE_S + 60.0:.0f}",  # then it ends this process
-        "RAY_memory_monitor_refresh_ms": "0",  # ranks, not agents, are what the kernel kills first
+        "RAY_prestart_worker_first_driver": "0",  # a worker per CPU; only the agent's is ever used
+        "RAY_gcs_rpc_server_reconnect_timeout_s": f"{OWN_HEAD_PATIENCE_S + 60.0:.0f}",  # then Ray ends this process
+        "RAY_memory_monitor_refresh_ms": "0",  # the kernel should kill ranks first, not agents
         **fresh_token(folder),
     }
     try:
         with settings(changes), loopback_only(), _quiet():
             own = {LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())}
-            with environment(own):  # only while Ray starts: what else we start is not its own
+            with environment(own):  # only while Ray starts: other processes are not part of it
                 _start_in_two_tries(node, folder, lease)
             try:
                 yield PrivateHead()
@@ -230,13 +230,13 @@ def private_ray(node: Node) -> Iterator[PrivateHead]:
 
 
 def _start_in_two_tries(node: Node, folder: Path, lease: str) -> None:
-    """Start Ray, which gives up after half a minute on a busy host; the second time its files are in memory.
+    """Start Ray, trying twice: on a busy host it gives up after half a minute, but then its files are cached.
 
     Raises:
         ClusterError: it does not start.
     """
     try:
-        _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
+        _start_ray(node, folder / "r")  # Ray makes its folder world-readable; files next to it stay private
         return
     except Exception as error:
         logger.warning("the private Ray on this host did not start (%s); trying again", first_line(error))
@@ -269,7 +269,7 @@ def _start_ray(node: Node, folder: Path) -> None:
 
 @contextlib.contextmanager
 def remote_ray(address: str) -> Iterator[None]:
-    """Be connected to the Ray cluster whose head is at ``address``."""
+    """Connect to the Ray cluster whose head is at ``address``."""
     require_listener(address)
     remedy = (
         "check that the head is running, that this host is one of its nodes, and that RAY_AUTH_TOKEN_PATH is "
@@ -299,9 +299,9 @@ def _requires_token() -> bool:
 
 @contextlib.contextmanager
 def settings(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment variables ``changes`` while inside.
+    """Set the environment variables ``changes`` within the context.
 
-    Ray's core keeps the authentication settings it saw when it was imported: it is made to look again.
+    Ray's core caches the authentication settings at import, so they are reloaded.
     """
     core: Any = importlib.import_module("ray._raylet")
 
@@ -318,18 +318,18 @@ def settings(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def loopback_only() -> contextlib.AbstractContextManager[None]:
-    """Have Ray use loopback only while inside. It reads that setting at import, which may be long past."""
+    """Make Ray use only loopback within the context. Ray reads that setting at import, which may be long past."""
     return _switched_off(ray._private.ray_constants, "ENABLE_RAY_CLUSTER")
 
 
 def _quiet() -> contextlib.AbstractContextManager[None]:
-    """Keep Ray from printing the raylet's log to our stdout when a node dies: no public switch reaches that."""
+    """Keep Ray from printing the raylet's log to stdout when a node dies. No public option does that."""
     return _switched_off(ray._private.worker, "_worker_logs_enabled")
 
 
 @contextlib.contextmanager
 def _switched_off(module: Any, name: str) -> Iterator[None]:
-    """Have a variable of a module be False while inside."""
+    """Set a module's variable to False within the context."""
     before = getattr(module, name)
     setattr(module, name, False)
     try:
@@ -338,20 +338,20 @@ def _switched_off(module: Any, name: str) -> Iterator[None]:
         setattr(module, name, before)
 
 
-# ---- Finds the dashboard of a Ray cluster, which takes Ray Jobs, by asking the head
+# ---- Finds the dashboard of a Ray cluster, which accepts Ray Jobs, through the head
 #
-# A process of its own asks, ``python -m cluster.ray.connection HOST:PORT``: where the head or the token is not what
-# it expects, Ray's core writes to stderr, waits for most of a minute, or ends the process.
+# A separate process makes the call, ``python -m cluster.ray.connection HOST:PORT``: if head or token are not as
+# expected, Ray's core writes to stderr, waits for most of a minute, or ends the process.
 
 ANSWER_TIMEOUT_S = 30.0
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token the head was started with"
 
 
 def dashboard_url(address: str) -> str:
-    """The address of the dashboard of the cluster at ``address``, which is the dashboard's own, the head's, or "auto".
+    """Return the dashboard's address of the cluster at ``address``: the dashboard's, the head's, or "auto".
 
     Raises:
-        ClusterError: no answer, no valid token, or no dashboard that can be reached from this host.
+        ClusterError: no answer, no valid token, or no dashboard reachable from this host.
     """
     if "://" in address:
         parts = urlsplit(address)
@@ -372,7 +372,7 @@ def dashboard_url(address: str) -> str:
 
 
 def _query(address: str) -> tuple[str, str]:
-    """Addresses of the head and of its dashboard; the latter is empty where there is none."""
+    """Return the addresses of the head and of its dashboard; the latter is empty if there is none."""
     argv = python_module("cluster.ray.connection", address)
     try:
         completed = subprocess.run(argv, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
@@ -391,7 +391,7 @@ def _query(address: str) -> tuple[str, str]:
 
 
 def _require_reachable(address: str, dashboard: str) -> None:
-    """Refuse a dashboard on the loopback of another host: on this host's it would be another one, or nothing."""
+    """Refuse a dashboard on another host's loopback: here that address is another dashboard, or nothing."""
     head, listens = address.rpartition(":")[0], dashboard.rpartition(":")[0].strip("[]")
     if _is_loopback(listens) and not _is_this_host(head):
         raise ClusterError(
@@ -408,7 +408,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_this_host(host: str) -> bool:
-    """Whether the host has an address of this machine: sockets can be bound to no others."""
+    """Whether the host is this machine: sockets can be bound only to its addresses."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -424,11 +424,11 @@ def _main(address: str) -> None:
     from ray._private.services import canonicalize_bootstrap_address_or_die
     from ray.exceptions import AuthenticationError
 
-    core: Any = importlib.import_module("ray._raylet")  # its annotations lack most of it
+    core: Any = importlib.import_module("ray._raylet")  # mostly unannotated
     head = canonicalize_bootstrap_address_or_die(address) if address == "auto" else address
     dashboard, refused = None, False
     try:
-        core.AuthenticationTokenLoader.instance().has_token()  # raises where Ray's core would end this process
+        core.AuthenticationTokenLoader.instance().has_token()  # raises here; later Ray's core would end this process
         dashboard = core.GcsClient(address=head).internal_kv_get(b"dashboard", namespace=b"dashboard", timeout=10)
     except AuthenticationError:
         refused = True

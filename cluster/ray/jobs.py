@@ -1,8 +1,8 @@
-"""Controllers as Ray Jobs: they run on the head of the cluster, whatever becomes of the host that submitted them.
+"""Controllers as Ray Jobs: they run on the cluster's head, independent of the host that submitted them.
 
-A job's id tells whose it is: ``<name>-<n>``, one after another of the same ``name``, of which only the last can be at
-work. Submitting while it is attaches to it. What Ray keeps of a job is shown to everybody who can reach the cluster:
-no secret is ever part of it. A controller finds its secrets where the head's own environment or files hold them.
+Job ids are ``<name>-<n>``, numbered per ``name``. Only the last of a name can be running, and submitting meanwhile
+attaches to it. Everyone with access to the cluster can read what Ray stores of a job, so no secret is ever part of it.
+A controller reads its secrets from the head's own environment or files.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ _STATES: dict[str, JobState] = {
 }
 
 REQUEST_TIMEOUT_S = 60.0
-"""The first request to a head may wait for its agent to come up."""
+"""Time limit of a request, in seconds. The first one to a head may wait for its agent to start."""
 STOP_TIMEOUT_S = 30
-"""How long a job has to end after it is stopped through Ray (SIGTERM), before Ray kills it."""
+"""Seconds between stopping a job through Ray (SIGTERM) and Ray's SIGKILL."""
 MAX_TRIES = 5
-"""Tries to submit under the next free id, which others may take at the same time."""
+"""Attempts to submit under the next free id, which others may take at the same time."""
 FOLLOW_OUTAGE_S = 120.0
-"""How long the head may not answer before following a log ends."""
+"""Time without an answer from the head, in seconds, after which following a log ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHandle:
-    """One job of one cluster."""
+    """A job of a cluster."""
 
     url: str
     """Address of the head's dashboard, without a path."""
     submission_id: str
     attached: bool = False
-    """The job was at work already when it was asked for."""
+    """Whether the job was already running when requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """What Ray says of a job."""
+    """Ray's status of a job."""
 
     state: JobState
     message: str
     exit_code: int | None = None
-    """Exit code of its process; None while it runs, and where Ray does not know."""
+    """Exit code of its process; None while it runs, or if unknown to Ray."""
 
     @property
     def is_over(self) -> bool:
@@ -85,17 +85,17 @@ def submit_job(
     id_variable: str = "TUNE_CLUSTER_JOB",
     metadata: Mapping[str, str] | None = None,
 ) -> JobHandle:
-    """Run ``argv`` on the head as the next job of ``name``, or attach to the last one if that is still at work.
+    """Run ``argv`` on the head as the next job of ``name``, or attach to the last one if it is still running.
 
     Args:
         address: ``HOST:PORT`` of the head, or ``http(s)://HOST:PORT`` of its dashboard.
-        env: what the process gets in its environment in addition to the head's; anybody may read it.
-        id_variable: tells the process the job's id.
-        metadata: jobs of this name with other metadata are another user's, and are not attached to.
+        env: additions to the head's environment for the process; world-readable.
+        id_variable: variable that holds the job's id in the process.
+        metadata: jobs of this name with other metadata belong to another user, and are not attached to.
 
     Raises:
-        ClusterError: nothing answers, the token is missing or wrong, or the head has no dashboard.
-        ValueError: a name in ``env`` is that of a secret.
+        ClusterError: no answer, the token is missing or wrong, or the head has no dashboard.
+        ValueError: ``env`` contains the name of a secret.
     """
     if secret := [key for key in env or {} if is_secret_name(key)]:
         raise ValueError(
@@ -116,10 +116,10 @@ def submit_job(
 
 
 def find_job(address: str, submission_id: str) -> JobHandle:
-    """The job of this id.
+    """Return the job with this id.
 
     Raises:
-        ClusterError: as :func:`submit_job`, or there is no such job, as after a restart of the head.
+        ClusterError: as :func:`submit_job`, or the job does not exist, as after a restart of the head.
     """
     with _connected(address) as client:
         _details(client, submission_id)
@@ -127,7 +127,7 @@ def find_job(address: str, submission_id: str) -> JobHandle:
 
 
 def job_status(job: JobHandle) -> JobStatus:
-    """The job's status now.
+    """Return the job's present status.
 
     Raises:
         ClusterError: as :func:`find_job`.
@@ -137,7 +137,7 @@ def job_status(job: JobHandle) -> JobStatus:
 
 
 def job_logs(job: JobHandle, *, follow: bool = False) -> Iterator[str]:
-    """What the job has printed, in pieces; with ``follow``, until it has ended.
+    """Yield the job's output in pieces; with ``follow``, until it ends.
 
     Raises:
         ClusterError: as :func:`find_job`; when following, only after ``FOLLOW_OUTAGE_S`` without an answer.
@@ -151,12 +151,12 @@ def job_logs(job: JobHandle, *, follow: bool = False) -> Iterator[str]:
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client, which would wait for ever for a host that has stopped answering."""
+    """Ray's client with a time limit: it would wait forever for a host that stopped answering."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         super().__init__(url)
-        self._ssl_context: Any = True  # what None meant to aiohttp
+        self._ssl_context: Any = True  # same as None in older aiohttp
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
         return super()._do_request(method, endpoint, timeout=REQUEST_TIMEOUT_S, allow_redirects=False, **options)
@@ -164,12 +164,12 @@ class _Client(JobSubmissionClient):
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[_Client]:
-    """A client; errors of the connection inside become ClusterErrors."""
+    """Yield a client. Connection errors within the context become ClusterErrors."""
     url = dashboard_url(address)
-    core: Any = importlib.import_module("ray._raylet")  # its annotations lack most of it
+    core: Any = importlib.import_module("ray._raylet")  # mostly unannotated
     try:
-        core.AuthenticationTokenLoader.instance().has_token()  # raises where there is none but should be
-        # Ray would prefer these over the address it is given.
+        core.AuthenticationTokenLoader.instance().has_token()  # raises if a required token is missing
+        # Ray would prefer these to the given address.
         with environment({"RAY_ADDRESS": "", "RAY_API_SERVER_ADDRESS": ""}):
             client = _Client(url)
         yield client
@@ -187,7 +187,7 @@ def _connected(address: str) -> Iterator[_Client]:
 
 
 def _submit(client: _Client, submission_id: str, entrypoint: str, metadata: Mapping[str, str] | None) -> bool:
-    """Whether the id was still free."""
+    """Submit the job; return whether the id was still free."""
     try:
         client.submit_job(
             entrypoint=entrypoint,
@@ -203,7 +203,7 @@ def _submit(client: _Client, submission_id: str, entrypoint: str, metadata: Mapp
 
 
 def _jobs_of(client: _Client, name: str) -> dict[int, JobDetails]:
-    """The jobs of this name, by number."""
+    """Return the jobs of this name, by number."""
     pattern = re.compile(rf"{re.escape(name)}-(\d{{1,9}})")
     found = ((pattern.fullmatch(job.submission_id or ""), job) for job in client.list_jobs())
     return {int(match[1]): job for match, job in found if match}
@@ -223,7 +223,7 @@ def _status(job: JobDetails) -> JobStatus:
 
 
 def _follow(job: JobHandle) -> Iterator[str]:
-    """The log as it grows; after an outage it goes on where it had stopped."""
+    """Yield the growing log; continue at the same place after an outage."""
     num_seen, answered_s = 0, time.monotonic()
     while True:
         skipped = 0
@@ -248,7 +248,7 @@ def _follow(job: JobHandle) -> Iterator[str]:
 
 
 def _tail(client: _Client, submission_id: str) -> Generator[str, None, None]:
-    """The log as it grows, from Ray's asynchronous iterator, for callers without an event loop."""
+    """Yield the growing log from Ray's asynchronous iterator, for callers without an event loop."""
     _details(client, submission_id)
     pieces: AsyncIterator[str] = client.tail_job_logs(submission_id)
     with asyncio.Runner() as runner:

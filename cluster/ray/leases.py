@@ -1,4 +1,4 @@
-"""Which nodes a Ray cluster has, which of them a lease may take, what it asks of each, and what they are called."""
+"""The nodes of a Ray cluster: which ones a lease may take, its request for each, and their names."""
 
 from __future__ import annotations
 
@@ -32,33 +32,32 @@ from cluster.ray.connection import (
 )
 from trials.accelerator.kinds import FAMILIES, DeviceKind
 
-# ---- Which nodes of a Ray cluster a lease may take, what it asks of each, and what they are called. Does not import
-# Ray
+# ---- The nodes that a lease may take, its request for each, and their names. Does not import Ray
 #
-# A node is a mapping as ``ray.nodes()`` gives it.
+# A node is a mapping as in ``ray.nodes()``.
 
 NODE_ID_LABEL = "ray.io/node-id"
 Bundle = dict[str, float]
 """Resource to quantity."""
 RayNode = Mapping[str, Any]
 RESOURCES = tuple(dict.fromkeys(family.ray_resource for family in FAMILIES.values()))
-"""What Ray calls devices: CPU, GPU, NPU."""
+"""Ray's names of devices: CPU, GPU, NPU."""
 
 
 class NoSuchNodesError(ClusterError):
-    """The cluster has no node of the kind wanted, which may change."""
+    """No node of the requested kind in the cluster; this may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What every node of a lease must have: leases are of nodes that are alike."""
+    """Requirements on every node of a lease: its nodes are equal."""
 
     resource: str
     num_devices: int
     quantity: float
-    """The least amount of the resource that a node must have."""
+    """Least amount of the resource per node."""
     device: DeviceChoice = "auto"
-    """The kind of device asked for. Ray counts GPUs of all makers alike: with ``auto`` the node's agent finds out."""
+    """Requested kind of device. Ray does not distinguish makers; with ``auto``, the node's agent does."""
 
     @property
     def label(self) -> str:
@@ -70,17 +69,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a lease asks for."""
+    """The request of a lease."""
 
     device: DeviceChoice = "auto"
     devices_per_node: int | None = None
-    """None: all that a node has."""
+    """None: all devices of a node."""
 
     def shape(self, nodes: Iterable[RayNode], num_nodes: int, left_out: Collection[str] = ()) -> Shape:
-        """The shape that the ``num_nodes`` best nodes have in common, or as many as there are without those left out.
+        """Return the shape shared by the ``num_nodes`` best nodes, or by all that exist, without those left out.
 
         Raises:
-            NoSuchNodesError: there is none yet.
+            NoSuchNodesError: there is no node yet.
             ClusterError: all are left out, or have too few devices.
         """
         alive = [node for node in nodes if node["Alive"]]
@@ -102,7 +101,7 @@ class Wanted:
         return Shape(resource=resource, num_devices=num_devices, quantity=quantity, device=device)
 
     def _resource(self, alive: Sequence[RayNode]) -> str:
-        """What Ray calls the devices asked for; with ``auto`` those that some node has."""
+        """Return Ray's name of the requested devices; with ``auto``, of those that any node has."""
         if self.device != "auto":
             return FAMILIES[self.device].ray_resource
         return next((name for name in RESOURCES[1:] if any(node["Resources"].get(name) for node in alive)), "CPU")
@@ -110,36 +109,36 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """The nodes of a Ray cluster at one moment."""
+    """Snapshot of the nodes of a Ray cluster."""
 
     nodes: Mapping[str, RayNode]
     """By id."""
     available: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Free quantity by node id and resource."""
     draining: frozenset[str] = frozenset()
-    """Ids of nodes that will soon be taken away."""
+    """Ids of nodes that Ray will soon remove."""
     placed: Mapping[int, str] = field(default_factory=dict)
-    """Id of the node of each placement group that is there, by the group's number."""
+    """Id of the node of each existing placement group, by the group's number."""
 
     def able(self, shape: Shape) -> list[RayNode]:
-        """Nodes of this shape that will stay, the best first."""
+        """Return nodes of this shape that will stay, the best first."""
         able = [node for key, node in self.nodes.items() if shape.fits(node) and key not in self.draining]
         return sorted(able, key=lambda node: (-node["Resources"][shape.resource], _stable_order(node)))
 
     def is_free(self, node: RayNode) -> bool:
-        """Whether it is entirely free."""
+        """Whether the node is entirely free."""
         available = self.available.get(node["NodeID"], {})
         return all(available.get(resource, 0) >= quantity for resource, quantity in bundle(node).items())
 
 
 def bundle(node: RayNode) -> Bundle:
-    """All resources of the node."""
+    """Return all resources of the node."""
     return {name: node["Resources"][name] for name in RESOURCES if node["Resources"].get(name)}
 
 
 def names_by_id(nodes: Iterable[RayNode], known: Mapping[str, str]) -> dict[str, str]:
-    """``known`` and a unique, path-safe name for each further node that is alive: the host's, numbered where several
-    nodes run on one. A name once given stays with its node."""
+    """Return ``known`` and a unique, path-safe name for each further living node: its host's name, numbered if several
+    nodes run on one host. A name stays with its node."""
     names = dict(known)
     taken = set(known.values())
     for node in sorted(nodes, key=_stable_order):
@@ -159,34 +158,33 @@ def _stable_order(node: RayNode) -> tuple[str, str]:
     return str(node["NodeManagerHostname"]), str(node["NodeID"])
 
 
-# Whole nodes of a Ray cluster, each held by a placement group of its own.
+# Whole nodes of a Ray cluster, each held by its own placement group.
 #
-# Ray groups cannot be resized, and Ray silently re-places the bundle of a lost node where nobody would use it. So
-# every node is a group of one bundle that is pinned to that node: the lease grows and shrinks node by node, and
-# chooses them. Groups are asked for only on nodes that are entirely free, so that no half-placed lease stands in
-# another one's way.
+# Ray's groups cannot be resized, and Ray silently moves the bundle of a lost node to another one, where it would be
+# unused. So every node is a group of one bundle pinned to that node, and the lease chooses nodes, and grows and shrinks
+# one by one. It requests groups only on entirely free nodes, so that half-placed leases do not block each other.
 
 
 logger = logging.getLogger(__name__)
 
 POLL_EVERY_S = 2.0
-"""Pause between two questions to Ray about its nodes."""
+"""Pause between two queries of Ray's nodes, in seconds."""
 POLL_SOON_S = 0.25
-"""The same while nodes are asked for."""
+"""The same while nodes are requested."""
 ANSWER_S = 0.05
-"""How long to wait at once for an answer of Ray's head, which usually takes a few milliseconds."""
+"""Longest single wait for Ray's head, in seconds. It usually answers in milliseconds."""
 PLACED_WITHIN_S = 10.0
-"""After so long without its group a node counts as taken by another user: a free one is had in milliseconds."""
+"""Time without a placement, in seconds, after which a node counts as taken: free ones take milliseconds."""
 AVOID_S = 60.0
-"""How long a node is left alone whose agent did not start."""
+"""Time to avoid a node whose agent did not start, in seconds."""
 HEAD_LOST_S = 30.0
-"""How long the head may not answer before the cluster counts as lost; after a minute Ray itself ends the process."""
+"""Time without an answer, in seconds, after which the head counts as lost. After a minute, Ray ends the process."""
 LeaseStatus = Literal["enough", "waiting", "infeasible"]
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeSlot:
-    """A node of the lease: asked for, then placed by Ray, then ready, once its agent has answered."""
+    """A node of the lease: requested, then placed by Ray, then ready once its agent answered."""
 
     number: int
     node_id: str
@@ -200,7 +198,7 @@ class NodeSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A node that the lease has lost."""
+    """A lost node of the lease."""
 
     slot: NodeSlot
     category: Literal["lost", "preempted"]
@@ -209,18 +207,18 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What has become of the nodes asked for since the last look."""
+    """Changes of the requested nodes since the last update."""
 
     placed: list[NodeSlot] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
 
 
 class RayLease:
-    """Nodes held by placement groups ``tune-cluster-<label>-<n>``. :meth:`tend` does the work, and never waits for
+    """Nodes held by placement groups ``tune-cluster-<label>-<n>``. :meth:`update` does the work, and never waits for
     Ray's head."""
 
     def __init__(self, wanted: Wanted, label: str, *, most: int, head: PrivateHead | None = None) -> None:
-        """``most`` nodes of one shape are needed at most; ``head`` is Ray's where it is our own."""
+        """``most``: upper limit of nodes; ``head``: the head of a private Ray."""
         self._head = head
         self._wanted = wanted
         self._label = label
@@ -241,7 +239,7 @@ class RayLease:
         self._jitter = random.Random(label)
         self._is_shape_fixed = False
         self.shape: Shape | None = None
-        """What the nodes have in common; fixed once one of them is ready."""
+        """Shape of the nodes; fixed once one of them is ready."""
         self.slots: dict[str, NodeSlot] = {}
 
     @property
@@ -250,11 +248,11 @@ class RayLease:
 
     @property
     def num_able(self) -> int:
-        """Nodes of the cluster that could be leased if no other sweep held them."""
+        """Number of the cluster's nodes that could be leased if no other sweep held them."""
         return len(self._usable())
 
     def pause_s(self, now_s: float) -> float:
-        """Seconds until the next :meth:`tend` has anything to do."""
+        """Return the seconds until the next :meth:`update` has work."""
         if self._poll is not None:
             return ANSWER_S
         num_ready = len(self.ready)
@@ -263,7 +261,7 @@ class RayLease:
 
     @property
     def status(self) -> LeaseStatus:
-        """Whether the lease has the least it may begin with; if not, whether the cluster can give that at all."""
+        """Whether the lease has its minimum; if not, whether the cluster can provide it at all."""
         if len(self.ready) >= self._least() > 0:
             return "enough"
         return "infeasible" if self._view is not None and self.num_able < self._least() else "waiting"
@@ -287,7 +285,7 @@ class RayLease:
 
     def resize(self, num_nodes: int, at_least: int) -> None:
         if num_nodes > self._num_nodes:
-            self._polled_at_s = float("-inf")  # look at once
+            self._polled_at_s = float("-inf")  # update at once
         self._num_nodes, self._at_least = num_nodes, min(at_least, num_nodes)
 
     def leave_out(self, node_id: str) -> None:
@@ -295,14 +293,14 @@ class RayLease:
         self._left_out.add(node_id)
 
     def avoid(self, slot: NodeSlot, reason: str, now_s: float) -> None:
-        """Do not lease the node for a while."""
+        """Do not lease the node for :data:`AVOID_S`."""
         self._avoided[slot.node_id] = now_s + AVOID_S
         self._problem = reason
         logger.warning("%s", reason)
 
     @property
     def usable(self) -> frozenset[str]:
-        """Ids of the nodes that could be leased, whoever holds them now."""
+        """Return the ids of the nodes that could be leased, whoever holds them now."""
         return frozenset(node["NodeID"] for node in self._usable())
 
     def ready_now(self, slot: NodeSlot) -> None:
@@ -311,22 +309,22 @@ class RayLease:
         self._problem = ""
 
     def remove(self, slot: NodeSlot) -> bool:
-        """Give the node back, with all that Ray runs there for us; False if Ray's head does not answer."""
+        """Give the node back, with everything Ray runs there for this lease; False if Ray's head does not answer."""
         try:
             within(self._patience_s, lambda: remove_placement_group(slot.group))
         except UnreachableError as error:
             logger.warning("node %s cannot be released: %s", slot.name, error)
-            self._patience_s = 0.5  # so that the next ones do not each take as long
+            self._patience_s = 0.5  # so that further nodes take less time
             return False
         self._patience_s = CALL_TIMEOUT_S
         return True
 
     def update(self, now_s: float) -> Changes:
-        """Take in what Ray says of the nodes, let go of those that are gone, and ask for those that are missing.
+        """Update the nodes from Ray, drop those that are gone, and request missing ones.
 
         Raises:
-            PrivateClusterLostError: a process of our own Ray has ended.
-            ClusterLostError: Ray's head has not answered for a while.
+            PrivateClusterLostError: a process of the private Ray ended.
+            ClusterLostError: Ray's head has not answered for :data:`HEAD_LOST_S`.
             ClusterError: no node can ever be leased.
         """
         if self._head is not None and (ended := self._head.ended) is not None:
@@ -343,7 +341,7 @@ class RayLease:
         return Changes(placed=placed, lost=lost)
 
     def _poll_cluster(self, now_s: float) -> ClusterView | None:
-        """A new view of the cluster, if there is one."""
+        """Return a new view of the cluster, if there is one."""
         if self._poll is None and self.pause_s(now_s) <= 0:
             groups = {slot.number: slot.group for slot in self.slots.values() if not slot.is_placed}
             self._poll, self._polled_at_s = started(lambda: _poll(groups)), now_s
@@ -351,7 +349,7 @@ class RayLease:
             wait([self._poll], ANSWER_S)
         if self._poll is not None and self._poll.done():
             polled, self._poll = self._poll, None
-            with contextlib.suppress(Exception):  # then it is asked again
+            with contextlib.suppress(Exception):  # it is requested again
                 view = polled.result()
                 self._unanswered_since_s = None
                 return view
@@ -361,10 +359,10 @@ class RayLease:
         return None
 
     def _check_head(self, silent_s: float) -> None:
-        """Give up a head that has been silent for too long; our own is waited for as long as its process lives.
+        """Give up a head that has not answered for too long. A private one is given up only once its process ended.
 
         Raises:
-            ClusterLostError: it has been.
+            ClusterLostError: the head is given up.
         """
         is_own = self._head is not None and self._head.is_alive
         limit_s = OWN_HEAD_PATIENCE_S if is_own else HEAD_LOST_S
@@ -387,7 +385,7 @@ class RayLease:
         return Lost(slot=slot, category="lost", reason=f"Ray reports that the node is dead: {message}")
 
     def _take_placed(self, view: ClusterView, now_s: float) -> list[NodeSlot]:
-        """Slots that Ray has placed since; none of the first ones before all of them are placed."""
+        """Return slots newly placed by Ray; the first ones only once all of them are placed."""
         requested = [slot for slot in self.slots.values() if not slot.is_placed]
         there = [slot for slot in requested if view.placed.get(slot.number) == slot.node_id]
         late = [slot for slot in requested if slot not in there and now_s - slot.requested_at_s > PLACED_WITHIN_S]
@@ -456,7 +454,7 @@ class RayLease:
         return [node for node in self._usable() if node["NodeID"] not in taken and self._view.is_free(node)]
 
     def _least(self) -> int:
-        """Fewer than asked for only where so many nodes are left out that the cluster has no others."""
+        """The requested minimum, or fewer if exclusions leave fewer nodes."""
         if self._view is None or self.shape is None or not self._left_out:
             return self._at_least
         num_able, num_usable = len(self._view.able(self.shape)), len(self._usable())
@@ -486,35 +484,35 @@ def _poll(groups: dict[int, PlacementGroup]) -> ClusterView:
     )
 
 
-# ---- Which nodes a running Ray cluster has, asked without leasing any
+# ---- The nodes of a running Ray cluster, queried without leasing any
 #
-# A process of its own asks, ``python -m cluster.ray.leases HOST:PORT``: a head that is away, of another version or
-# behind another token makes Ray wait for minutes, or ends the process.
+# A separate process makes the query, ``python -m cluster.ray.leases HOST:PORT``: with a missing head, another version
+# or another token, Ray waits for minutes or ends the process.
 
 TIMEOUT_S = 60.0
 _ACCELERATOR = "accelerator_type:"
-"""Begins the names of the resources by which Ray tells what a node's devices are."""
+"""Prefix of Ray's resources that name a node's devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayHost:
-    """One node of a Ray cluster that is alive."""
+    """A living node of a Ray cluster."""
 
     name: str
     num_cpus: int
     num_gpus: int
-    """Its accelerators: GPUs of any make, or NPUs."""
+    """Its accelerators: GPUs of any maker, or NPUs."""
     accelerator: str | None
-    """What Ray calls them, like ``H100``; None where it does not know."""
+    """Ray's name for them, such as ``H100``; None if unknown."""
     device: DeviceKind = "cpu"
-    """Their kind, as far as Ray's name for them tells; GPUs without one count as NVIDIA's."""
+    """Their kind by Ray's name for them. GPUs without a name count as NVIDIA's."""
 
 
 def survey(address: str, *, timeout_s: float = TIMEOUT_S) -> tuple[RayHost, ...]:
-    """The nodes of the Ray cluster whose head is at ``address``.
+    """Return the nodes of the Ray cluster whose head is at ``address``.
 
     Raises:
-        ClusterError: nothing answers there, or not in time, or it refuses.
+        ClusterError: no answer in time, or a refusal.
     """
     require_listener(address)
     argv = python_module("cluster.ray.leases", address)
@@ -543,7 +541,7 @@ def _host(node: Mapping[str, Any]) -> RayHost:
 
 
 def _make_of(accelerator: str) -> DeviceKind:
-    """The kind of GPUs that Ray calls so."""
+    """Return the kind of GPUs with this name in Ray."""
     return "rocm" if accelerator.startswith("AMD-") else "xpu" if accelerator.startswith("Intel-") else "cuda"
 
 

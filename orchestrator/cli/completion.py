@@ -120,14 +120,14 @@ def offer_names(command: click.Command) -> click.Command:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def completion(shell: str, as_json: bool) -> None:
-    """Print the completion script for SHELL.
+    """Generate a shell completion script.
 
-    It completes commands, options, and the names of sweeps, trials, examples, clusters and formats.
+    Completes commands, options, and the names of sweeps, trials, examples, clusters and formats.
 
     \b
     Examples:
-      eval "$(tune-cluster completion bash)"                     # in ~/.bashrc
-      eval "$(tune-cluster completion zsh)"                      # in ~/.zshrc, after compinit
+      eval "$(tune-cluster completion bash)"    # in ~/.bashrc
+      eval "$(tune-cluster completion zsh)"     # in ~/.zshrc, after compinit
       tune-cluster completion fish > ~/.config/fish/completions/tune-cluster.fish
     """
     found: Any = get_completion_class(shell)

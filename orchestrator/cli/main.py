@@ -19,6 +19,7 @@ import click
 from orchestrator.cli import completion, preparing, production, running, sweeps
 from orchestrator.cli.options import global_home_option
 from orchestrator.errors import ExitCode
+from orchestrator.process_support import PROGRAM
 from orchestrator.text import echo, plain
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
@@ -120,12 +121,12 @@ class CommandGroup(click.Group):
         sys.exit(code)
 
 
-@click.group(cls=CommandGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(PROGRAM, cls=CommandGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-v", "--verbose", is_flag=True, help="Log the controller's actions to stderr.")
 @global_home_option
 @click.version_option(package_name="tune-cluster")
 def main(verbose: bool) -> None:
-    """Find the fastest way to train your model on your hardware, by measured trials.
+    """Find the fastest way to train your model by measuring real trials.
 
     \b
     Examples:

@@ -41,7 +41,7 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--devices-per-node", type=click.IntRange(1), help="Devices per node; default: all.")
 @click.option("--seq-length", type=click.IntRange(1), help="Tokens per sequence; default: the model's, up to 4096.")
 @click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per step; default: typical for the model.")
-@click.option("--max-trials", type=click.IntRange(1), help="Maximum number of trials; default: 25, on CPUs 12.")
+@click.option("--max-trials", type=click.IntRange(1), help="Maximum number of trials; default: 25, or 12 on CPUs.")
 @click.option("--name", help="Name of the sweep; default: the model's name.")
 @click.option("--output", "-o", type=_OUTPUT, help="File to write; default: sweep.yaml, or NAME.yaml.")
 @click.option(
@@ -52,9 +52,9 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
     type=click.FloatRange(1),
     default=180.0,
     show_default=True,
-    help="Time limit for all these runs together, in seconds.",
+    help="Time limit for all runs of COMMAND together, in seconds.",
 )
-@click.option("--example", metavar="NAME", help="Write this complete example instead.")
+@click.option("--example", metavar="NAME", help="Write this example instead; --list shows them.")
 @click.option("--list", "list_examples", is_flag=True, help="List the examples and exit.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 @click.option("--yes", is_flag=True, help="Do not prompt.")
@@ -84,7 +84,7 @@ def init(
       tune-cluster init -- torchrun --nproc-per-node 2 train.py --bs 4
       tune-cluster init train.py
       tune-cluster init --no-run -- python train.py data.batch_size=16
-      tune-cluster init --recipe deepspeed -- deepspeed --num_gpus 8 train.py --deepspeed_config ds.json
+      tune-cluster init --recipe deepspeed -- deepspeed train.py --bs 16
       tune-cluster init --model config.json --cluster dgx-h100 --nodes 8
       tune-cluster init --parameters 1B
       tune-cluster init --example quickstart
@@ -189,7 +189,7 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
     grid = label_grid()
     grid.add_row("program", draft.title)
     grid.add_row("command", shlex.join(draft.run))
-    grid.add_row("batch", f"{draft.global_batch_size} samples per optimizer step")
+    grid.add_row("batch", f"{draft.global_batch_size} samples per optimiser step")
     grid.add_row("hardware", draft.hardware)
     if draft.detected.is_seen:
         grid.add_row("detected", draft.detected.words)
@@ -201,8 +201,8 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
         grid.add_row("not parsed", remark)
     program = Invocation.current(DEFAULT_HOME)
     steps = {
-        program.command("check", str(file)): "one short run: can its trials be measured?",
-        program.command("submit", str(file)): "the same, then the sweep",
+        program.command("check", str(file)): "run three steps to check that trials can be measured",
+        program.command("submit", str(file)): "run the same check, then the sweep",
     }
     return Group(Text(f"Wrote {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
 
@@ -216,7 +216,7 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
 
     program = Invocation.current(DEFAULT_HOME)
     steps = {
-        program.command("plan", str(file)): "show what it would try, and why; runs nothing",
+        program.command("plan", str(file)): "show what it would try, without running it",
         program.command("submit", str(file)): "run the sweep",
     }
     written = f"Wrote {', '.join(str(path) for path in files)}. {advice}Next:"
@@ -225,7 +225,7 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--address", metavar="HOST:PORT", help="Also check this Ray cluster; default: RAY_ADDRESS, or FILE's.")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to check; default: RAY_ADDRESS, or that of FILE.")
 @home_option
 @json_option
 def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
@@ -256,7 +256,9 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--why", metavar="CANDIDATE", help="Explain one candidate: its number or name in the plan, baseline, or '{tp: 2}'."
+    "--why",
+    metavar="CANDIDATE",
+    help="Candidate to explain: baseline, its number or name in the plan, or knobs like '{tp: 2}'.",
 )
 @click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
 @home_option
@@ -264,13 +266,13 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
 def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: bool) -> None:
     """Show what a sweep would try, without running it.
 
-    Lists the candidates of FILE with the cost model's predictions, and what is ruled out and why. Also shows the
-    results of earlier `dryrun`s, and rules out candidates that would not fit into memory.
+    Lists the candidates of FILE with the cost model's predictions, and what is ruled out and why. Uses the results of
+    earlier dry runs: it shows them, and rules out candidates that would not fit into memory.
 
     \b
     Examples:
       tune-cluster plan configs/sweeps/quickstart.yaml
-      tune-cluster plan configs/sweeps/quickstart.yaml --why '{tp: 2, micro_batch_size: 4}'
+      tune-cluster plan configs/sweeps/quickstart.yaml --why '{tp: 2}'
       tune-cluster plan configs/sweeps/resnet.yaml --cluster dgx-a100
     """
     from orchestrator.commands.forecast import plan_file
@@ -289,32 +291,33 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
     "--trial",
     "trials",
     multiple=True,
-    help="baseline (the default), a number or name from `plan`, or knobs to change in the baseline. Repeatable.",
+    help="Trial to simulate: baseline (the default), a number or name from `plan`, or knobs to change in the baseline, "
+    "like '{tp: 2}'. Repeatable.",
 )
-@click.option("--all", "all_legal", is_flag=True, help="All legal candidates, for use by `plan` and `submit`.")
+@click.option("--all", "all_legal", is_flag=True, help="All legal candidates; `plan` and `submit` use the results.")
 @click.option(
     "--limit",
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="With --all: at most this many, in plan order.",
+    help="Maximum number of candidates with --all, in the order of the plan.",
 )
 @click.option(
     "--max-device-memory",
     metavar="SIZE",
-    help='Such as "80GB"; default: device_memory of FILE, or else that of the GPUs here.',
+    help='Memory of a device, such as "80GB"; default: device_memory of FILE, or that of the GPUs here.',
 )
 @click.option(
     "--fragmentation",
     type=click.FloatRange(0.0, 1.0),
     default=FRAGMENTATION,
     show_default=True,
-    help="Memory that the allocator reserves on top of live memory, as a fraction of it.",
+    help="Memory that the allocator reserves on top of live memory, as a fraction of live memory.",
 )
 @click.option(
     "--device",
     type=click.Choice(list(FAMILIES)),
-    help="Device to simulate; default: that of FILE, or cuda if it is unknown.",
+    help="Device to simulate; default: that of FILE, or cuda if unknown.",
 )
 @click.option("--exact", is_flag=True, help="Simulate all layers instead of extrapolating from a few.")
 @home_option
@@ -324,13 +327,13 @@ def dryrun(
 ) -> None:
     """Estimate memory and FLOPs of trials without hardware.
 
-    Simulates trials of FILE of any world size on this machine, and reports memory, FLOPs and collectives.
+    Simulates trials of FILE on this machine, at any world size, and reports memory, FLOPs and collectives.
 
     \b
     Examples:
       tune-cluster dryrun configs/sweeps/quickstart.yaml
-      tune-cluster dryrun configs/sweeps/quickstart.yaml --trial 3 --trial '{tp: 2, dp_replicate: 8}' \\
-        --device cuda --max-device-memory 80GB
+      tune-cluster dryrun configs/sweeps/quickstart.yaml --trial 3 \\
+        --trial '{tp: 2, dp_replicate: 8}' --max-device-memory 80GB
       tune-cluster dryrun configs/sweeps/quickstart.yaml --all --limit 50
     """
     from orchestrator.commands import forecast
@@ -354,8 +357,8 @@ def dryrun(
 def probe(file: Path, home: Path, as_json: bool) -> None:
     """Measure the cluster's hardware and find slow nodes.
 
-    Measures matmul, copy and all-reduce rates of the cluster in FILE, within seconds, and saves them for the cost model
-    of `plan` and `submit`. With cluster.exclude_slow_nodes in FILE, trials avoid the slow nodes.
+    Measures matmul, copy and all-reduce rates of the cluster in FILE, and saves them for the cost model of `plan` and
+    `submit`. Takes seconds. With cluster.exclude_slow_nodes in FILE, trials avoid the slow nodes.
 
     \b
     Example:
@@ -375,17 +378,17 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--address", metavar="HOST:PORT", help="Run on this Ray cluster; default: RAY_ADDRESS, then FILE's.")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to run on; default: RAY_ADDRESS, or that of FILE.")
 @home_option
 @json_option
 def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
-    """Check with a three-step run that trials can be measured.
+    """Run three steps to check that trials can be measured.
 
     Runs the smallest candidate of FILE, compares what the hook records with the numbers in FILE, and names a remedy for
     each difference. Shows where step time, loss and memory come from, whether the knobs take effect, and how long the
     program takes to start. With `space.inside`, a second run shows which of its knobs the program rejects. `submit`
-    does the first run itself unless --no-check is given. Exit code 0: trials can be measured; 2: something must be
-    fixed first.
+    also begins with the first run, unless --no-check is given. Exit code 0: trials can be measured; 2: something must
+    be fixed first.
 
     \b
     Examples:

@@ -63,7 +63,7 @@ def ui(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Open a live page of the sweep, and MLflow.
+    """Serve a live page of the sweep, and MLflow.
 
     Serves both until interrupted. The page follows SWEEP live: trials, best so far, confirmation, logs of every rank;
     its buttons pause, drain, cancel, resume and retry. Without SWEEP, it lists all sweeps. It accepts connections from
@@ -100,7 +100,7 @@ def ui(
 
 @click.command()
 @click.argument("sweep")
-@click.option("--name", help="Name to register it as, e.g. llama-quickstart.  [default: the sweep's name]")
+@click.option("--name", help="Name of the configuration, e.g. llama-quickstart.  [default: the sweep's name]")
 @click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
 @click.option("--force", is_flag=True, help="Promote any measured trial, even without proof; recorded as forced.")
 @click.option(
@@ -131,7 +131,7 @@ def promote(
     Examples:
       tune-cluster promote quickstart
       tune-cluster promote quickstart --name llama-quickstart
-      tune-cluster promote quickstart --name llama-quickstart --expect-current 2 --reason "new drivers"
+      tune-cluster promote quickstart --expect-current 2 --reason "new drivers"
     """
     from orchestrator.promotion import commands
     from orchestrator.sweep.snapshot import Home
@@ -195,7 +195,7 @@ def rollback(
 @home_option
 @json_option
 def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
-    """List what was in production as NAME, newest first.
+    """List the versions of NAME that were in production, newest first.
 
     \b
     Example:
@@ -292,11 +292,11 @@ def verify(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Measure a promoted configuration again for drift.
+    """Measure a promoted configuration again to detect drift.
 
     Measures NAME@production and its baseline on the current cluster, and compares the result with that of the
-    promotion: driver and libraries, speed-up over the baseline, speed, and losses step by step. Each round starts both
-    afresh. Rounds are interleaved, so that a temporarily slow machine is not reported as drift, and continue until a
+    promotion: driver and libraries, speed-up over the baseline, speed, and losses step by step. Each round restarts
+    both. Rounds are interleaved, so that a temporarily slow machine is not reported as drift, and continue until a
     slowdown is shown or ruled out. The result is recorded in MLflow.
 
     \b
@@ -304,14 +304,15 @@ def verify(
       0  no drift: a slowdown beyond the tolerance is ruled out
       1  drift
       2  the version does not exist, or it was altered
-      3  could not verify: too much noise, too few rounds, different hardware or no cluster; shows the slowdown that
-         is ruled out, and how many more rounds are needed
+      3  could not verify: too much noise, too few rounds, different hardware
+         or no cluster; shows the slowdown that is ruled out, and how many
+         more rounds are needed
       4  MLflow store or disk failure
 
     \b
     Examples:
       tune-cluster verify llama-quickstart@production
-      tune-cluster verify llama-quickstart@production --max-rounds 20 --tolerance 0.1 --ignore library --json
+      tune-cluster verify llama-quickstart@production --tolerance 0.1 --json
     """
     from orchestrator.process_support import interruptible
     from orchestrator.promotion import verify as verification
@@ -384,7 +385,7 @@ def export(
 
     \b
     Examples:
-      tune-cluster export llama-quickstart@production --format deepspeed --out train
+      tune-cluster export llama@production --format deepspeed --out train
       tune-cluster export quickstart:winner --format accelerate
       tune-cluster export my-script@production --out train
       tune-cluster export my-script@production --as diff
@@ -396,7 +397,8 @@ def export(
         return
     if reference is None:
         raise click.UsageError(
-            "missing REFERENCE. Use: export NAME@production --format FORMAT; --formats lists the formats"
+            "missing REFERENCE. Write: tune-cluster export NAME@production --format FORMAT. "
+            "Use --formats to list the export formats."
         )
     if name not in (None, COMMAND):
         catalog.recipe(name)
@@ -439,7 +441,7 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool,
             remedy="Choose a framework format; --formats lists them.",
         )
     if name is None and script is None:
-        raise click.UsageError("missing --format; --formats lists the formats")
+        raise click.UsageError("missing --format. Use --formats to list the export formats.")
     if script is None or name not in (None, COMMAND):
         return catalog.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
     made = artifact(script, described.candidate, described.label, seen=described.seen, as_lines=as_lines)

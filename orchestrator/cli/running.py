@@ -367,7 +367,7 @@ def submit(
 
     Without a cluster address, the sweep of FILE runs in this terminal until it finishes; --detach runs it in the
     background. With an address, the controller runs as a Ray Job on the cluster's head, and this command returns as
-    soon as it is running; the head must be able to access the --home folder, too. Submitting a sweep that is already
+    soon as it is running; the head must have access to the --home folder. Submitting a sweep that is already
     running follows it, and updates only its budget.
 
     A sweep that has spent its budget continues when you submit it with a larger one.
@@ -416,7 +416,7 @@ def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json
     flag_value="faults",
     default="faults",
     metavar="[=CLASS,...]",
-    help="Which trials; default: crashed, timed_out, gang_lost and host_oom. Also: oom, infeasible, diverged, "
+    help="Classes of trials; default: crashed, timed_out, gang_lost and host_oom. Also: oom, infeasible, diverged, "
     "not_believed and stopped_early.",
 )
 @where_options

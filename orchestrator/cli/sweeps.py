@@ -147,9 +147,9 @@ def logs(
 ) -> None:
     """Show the logs of a trial or of the controller.
 
-    TRIAL is 3, t003, baseline, best or winner; without it, the controller's log is shown. A TRIAL alone refers to the
-    latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, this shows node and path, and the last
-    lines of failed ranks. With --json and --follow, prints one JSON object per line.
+    TRIAL is 3, t003, baseline, best or winner; without it, shows the controller's log. A TRIAL alone refers to the
+    latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, shows node and path, and the last lines
+    of failed ranks. With --json and --follow, prints one JSON object per line.
 
     \b
     Examples:
@@ -442,7 +442,7 @@ def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_j
     """Remove a sweep and its files.
 
     Removes the folder of SWEEP with its ledger, logs and attempts. Refused while a controller is running. Versions in
-    MLflow's registry are kept in any case.
+    MLflow's registry are always kept.
 
     \b
     Examples:

@@ -127,7 +127,9 @@ def described_topology(name: str) -> Topology:
     try:
         described = load_cluster(name)
     except CatalogueError as error:
-        raise ConfigError(str(error), key="--cluster", remedy="Use one of these, or a file of the same form.") from None
+        raise ConfigError(
+            str(error), key="--cluster", remedy="Use one of these, or a file of the same format."
+        ) from None
     return uniform_topology(
         described.num_nodes,
         described.devices_per_node,
@@ -140,6 +142,7 @@ def described_topology(name: str) -> Topology:
 
 
 BASELINE = "baseline"
+OPTION = "--trial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +316,7 @@ class TrialChoices:
         if found is None:
             raise ConfigError(
                 f"unknown trial {_shown(name)}; the plan has {len(self.numbered)} candidates",
-                key="--trial",
+                key=OPTION,
                 remedy="Use baseline, a number or name from `tune-cluster plan`, or knobs like '{tp: 2}'.",
             )
         return found
@@ -339,22 +342,23 @@ def changed_baseline(spec: SweepSpec, text: str) -> Candidate:
     knobs = _read_knobs(text)
     data = spec.to_json()
     data["baseline"] = {**data["baseline"], **knobs}
-    source = YamlSource(file=Path("--trial"), data={"baseline": knobs}, lines={})
+    source = YamlSource(file=Path(OPTION), data={"baseline": knobs}, lines={})
     try:
         return SweepSpec.from_json(data).baseline_candidate
     except ValidationError as error:
         found = to_config_error(error, source, SweepSpec)
         key = (found.key or "").removeprefix("baseline").removeprefix(".")
-        message = f"{_shown(text)}: {found.message}"
-        raise ConfigError(message, file="--trial", key=key, remedy=found.remedy) from None
+        remedy = found.remedy if key else "Choose other knobs."
+        raise ConfigError(found.message, file=f"{OPTION} {_shown(text)}", key=key, remedy=remedy) from None
 
 
 def _read_knobs(text: str) -> dict[str, Any]:
     try:
-        knobs = parse_yaml(text, Path("--trial")).data
+        knobs = parse_yaml(text, Path(OPTION)).data
     except ConfigError as error:
-        message = f"{_shown(text)} is not a YAML mapping of knobs: {error.message}"
-        raise ConfigError(message, file="--trial", key=error.key, remedy="Write it like '{tp: 2}'.") from None
+        message = f"not a YAML mapping of knobs: {error.message.removeprefix('not valid YAML: ')}"
+        remedy = "Write it like '{tp: 2}'."
+        raise ConfigError(message, file=f"{OPTION} {_shown(text)}", key=error.key, remedy=remedy) from None
     assert isinstance(knobs, dict), "YAML that starts with a brace and parses is a mapping"
     return knobs
 

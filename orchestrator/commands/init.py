@@ -57,8 +57,8 @@ class Questions:
         program = programs[0] if programs else "train.py"
         raise ConfigError(
             "nothing to tune: expected a training command or a model",
-            remedy=f"Tune your own program: tune-cluster init -- python {program} ...; or --model config.json (Hugging "
-            "Face), or --parameters 13B. --list shows complete examples.",
+            remedy=f"For your own program, run: tune-cluster init -- python {program} ... For a model, use --model "
+            "config.json (Hugging Face) or --parameters 13B. To list complete examples, use --list.",
         )
 
     def drafted_machine(self, used_per_node: int | None = None, used_nodes: int = 1) -> DraftedMachine:

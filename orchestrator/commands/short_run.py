@@ -160,7 +160,7 @@ class Checked:
     expected: ExpectedDuration | None = None
     """Expected duration of the sweep; None if no step was measured."""
     global_batch_size: int = 0
-    """Samples per optimizer step in the sweep file."""
+    """Samples per optimiser step in the sweep file."""
     seq_length: int = 1
     """Tokens per sample in the sweep file; 1: not counted."""
     data_parallel: int = 1
@@ -189,7 +189,7 @@ class Checked:
 
     @property
     def seen_batch(self) -> int | None:
-        """Samples per optimizer step as observed inside the program; None if not observed."""
+        """Samples per optimiser step as observed inside the program; None if not observed."""
         samples = self.seen.facts.samples_per_step
         return None if samples is None else samples * self.data_parallel
 
@@ -204,7 +204,7 @@ class Checked:
         ):
             return ""  # models may run forward several times for one micro-batch, as those of a GAN do
         return (
-            f"global_batch_size is {self.global_batch_size}, but the program trains {seen} samples per optimizer step "
+            f"global_batch_size is {self.global_batch_size}, but the program trains {seen} samples per optimiser step "
             f"({facts.micro_batch_size} per micro-batch, {facts.micro_batches} micro-batches, "
             f"{self.data_parallel} data-parallel ranks)"
         )

@@ -443,7 +443,7 @@ def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[CustomKnob
         for name in names_in([text]):
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
-                guess = f"Did you mean {{{close[0]}}}? " if close else ""
+                guess = f"Did you mean '{{{close[0]}}}'? " if close else ""
                 remedy = f"{guess}Write {{{{{name}}}}} for literal text, or define a custom knob in space.own."
                 raise fault(f"workload.{key}", f"unknown placeholder {{{name}}}", remedy)
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.errors import ConfigError
+from orchestrator.mlflow_urls import SUPPORTED_URIS, URI_PATTERN
 from orchestrator.text import CONTROLS
 from trials.files import open_regular
 from trials.secrets import is_secret_name, is_secret_option, literal_secret, redactor, variable_in
@@ -78,7 +79,7 @@ def read_yaml(file: str | Path) -> YamlSource:
         how = shlex.join((*PROGRAMS[file.suffix], str(file)))
         raise ConfigError(
             f"{file} is a program, not a sweep file",
-            remedy=f"Draft a sweep file for it with the options of your command: tune-cluster init -- {how}",
+            remedy=f"Write a sweep file for your training command first: tune-cluster init -- {how}",
         )
     return parse_yaml(text, file)
 
@@ -240,6 +241,8 @@ def _unreadable(node: yaml.ScalarNode, error: Exception) -> str:
     """Why a scalar has no value, such as ``'maybe' is not a valid bool``, followed by the error if it adds
     information."""
     kind = str(node.tag).rpartition(":")[2]
+    if "could not determine a constructor" in str(error):
+        return f"the tag !!{kind} is not supported"
     reason_text = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
     return f"{_shortened(node.value)} is not a valid {kind}" + (f": {reason_text}" if reason_text else "")
 
@@ -269,7 +272,7 @@ def _syntax_error(file: Path, text: str, error: yaml.YAMLError) -> ConfigError:
     if "\\t" in problem:
         problem, remedy = "a tab is used for indentation", "Indent with spaces."
     if "document" in problem:
-        remedy = "Keep one document: remove '---' separators."
+        problem, remedy = "found a second document", "Keep one document: remove '---' separators."
     return ConfigError(f"not valid YAML: {problem}", file=file, line=line, remedy=remedy)
 
 
@@ -452,7 +455,13 @@ def _describe(details: ErrorDetails) -> tuple[str, str]:
     shown = _show(value)
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return f"{shown} is out of range", f"Use {words} {context[name]}."
+        limit = context[name]
+        is_whole = isinstance(limit, float) and limit.is_integer() and abs(limit) < 1e15
+        return f"{shown} is out of range", f"Use {words} {int(limit) if is_whole else limit}."
+    if kind == "too_short" and not value:
+        return "the list is empty", "List at least one value."
+    if kind == "string_pattern_mismatch" and context["pattern"] == URI_PATTERN:
+        return f"{shown} is not a supported tracking URI", SUPPORTED_URIS
     if kind == "literal_error":
         return f"expected {context['expected']}, got {shown}", "Use one of these."
     if kind not in _EXPECTED:

@@ -110,7 +110,8 @@ def model_of_file(path: Path) -> DraftedModel:
     except json.JSONDecodeError as error:
         raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Use a config.json.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", file=file, remedy="Check the path.") from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(f"cannot be read: {reason}", file=file, remedy="Check the path.") from None
     return model_of_config(config, file)
 
 

@@ -202,7 +202,7 @@ def _write_compile(builder: SettingsBuilder) -> None:
             builder.settings[COMPILER] = kernels.backend
         return
     is_known = kernels.backend in COMPILERS
-    builder.settings |= {COMPONENTS: ["model"], COMPILER: kernels.backend if is_known else "inductor"}
+    builder.settings |= {COMPONENTS: ["model", "loss"], COMPILER: kernels.backend if is_known else "inductor"}
     if not is_known:
         builder.refuse(
             "kernels.backend", f"FlexAttention compiles only with {' or '.join(COMPILERS)}; exported as inductor"
@@ -266,10 +266,12 @@ def _note_data_parallel(builder: SettingsBuilder) -> None:
         builder.warn("layout.zero_stage", "weights are sharded over the cp ranks; the measurement replicated them")
     if _chooses_engine(layout) and layout.replicate_with == "ddp":
         builder.warn("layout.replicate_with", "replicas are FSDP2's, not DDP's")
-    if layout.dp_shard > 1 and not layout.shard_embedding:
-        builder.warn("layout.shard_embedding", "embedding and head are separate FSDP units, gathered for each use")
+    if layout.dp_shard > 1 and layout.zero_stage == 3 and not layout.shard_embedding:
+        builder.warn("layout.shard_embedding", "the embedding is gathered again for its backward pass")
     elif layout.shard_embedding and (layout.dp_shard == 1 or layout.dp_replicate > 1):
         builder.refuse("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
+    elif layout.shard_embedding and layout.zero_stage < 3:
+        builder.warn("layout.shard_embedding", "embedding and head stay gathered from forward to backward pass")
 
 
 def _chooses_engine(layout: Layout) -> bool:
@@ -292,7 +294,7 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
             dp_replicate=replicas or 1, dp_shard=shards or 1, cp=found[CP], zero_stage=values["layout.zero_stage"]
         )
         values["layout.replicate_with"] = "fsdp2" if _chooses_engine(layout) else "ddp"
-        values["layout.shard_embedding"] = layout.dp_shard > 1
+        values["layout.shard_embedding"] = layout.dp_shard > 1 and layout.zero_stage == 3
     return values
 
 

@@ -331,7 +331,7 @@ class Plan:
             "devices": self.devices,
             "environment": {
                 "variables": dict(self.env),
-                "defaults": [{"name": one.name, "value": one.value, "reason": one.why} for one in self.defaults],
+                "defaults": [{"name": one.name, "value": one.value, "reason": one.reason} for one in self.defaults],
             },
             "notes": list(self.notes),
             "rejected": [

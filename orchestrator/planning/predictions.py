@@ -46,6 +46,7 @@ from orchestrator.space.knobs import KNOB_NAMES, roles_of
 from orchestrator.space.notation import describe, diff, flat_params, short_name
 from orchestrator.space.rules import Violation, check
 from orchestrator.sweep.ledger import Document, Ledger
+from orchestrator.units import count
 from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json, from_json, to_json
 from trials.spec import Candidate, Workload
@@ -427,7 +428,7 @@ def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
     found = next((candidate for candidate in plan.candidates if short_name(candidate) == text), None)
     if found is None:
         raise ConfigError(
-            f"unknown candidate {text!r}; the plan has {len(plan.candidates)}",
+            f"unknown candidate {text!r}; the plan has {count(len(plan.candidates), 'candidate')}",
             key=OPTION,
             remedy="Use baseline, a number or name from the plan, or knobs like '{tp: 2}'.",
         )
@@ -439,14 +440,14 @@ def _changed(text: str, spec: SweepSpec) -> Candidate:
     try:
         knobs = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"not a YAML mapping: {text!r}", key=OPTION, remedy=remedy) from error
+        raise ConfigError("not a YAML mapping of knobs", file=f"{OPTION} {text!r}", remedy=remedy) from error
     baseline = spec.to_json()["baseline"]
     try:
         section = type(spec.baseline).model_validate({**baseline, **knobs}, context={"check_files": False})
     except ValidationError as error:
         source = YamlSource(file=Path(OPTION), data=knobs, lines={})
         found = to_config_error(error, source, type(spec.baseline))
-        raise ConfigError(f"{text}: {found.message}", file=OPTION, key=found.key, remedy=found.remedy) from None
+        raise ConfigError(found.message, file=f"{OPTION} {text!r}", key=found.key, remedy=found.remedy) from None
     given = {name: getattr(section, name) for name in KNOB_NAMES if name in section.model_fields_set}
     return spec.candidate_of(given, section.own or {})
 

@@ -1,4 +1,4 @@
-"""Search: which candidate to measure next, from the sweep's state and what the cost model predicts.
+"""Search: chooses the next candidate to measure, from the sweep's state and the cost model's predictions.
 
-Stands on space and sweep, and on the cost model in cluster; independent of plans and controllers.
+Depends on space and sweep, and on the cost model in cluster; independent of plans and controllers.
 """

@@ -1,19 +1,19 @@
-"""The core of the guided sampler: what to measure next, by posterior x residual over enumerated candidates. numpy only.
+"""The core of the guided sampler: ranks enumerated candidates by posterior and residual. numpy only.
 
-The error of a prediction is taken to be a sum of independent parts::
+The error of a prediction is modelled as a sum of independent parts::
 
     common                 the same for all candidates
     features @ w           w ~ N(0, diag(feature_std^2)): errors of the model's coefficients, with the features the
                            derivatives of log time by log coefficient, or any other description
-    local                  alike for candidates that lie close together
-    own                    a candidate's alone
-    noise                  of the measurement, each with its own standard deviation
+        local                  similar for candidates that are close together
+        own                    one candidate's alone
+        noise                  of the measurement, each with its own standard deviation
 
-Whether errors are larger or smaller than assumed is decided by the marginal likelihood (Rasmussen and Williams,
-Gaussian Processes for Machine Learning, section 5.4.1).
+The marginal likelihood decides whether errors are larger or smaller than assumed (Rasmussen and Williams, Gaussian
+Processes for Machine Learning, section 5.4.1).
 
-Pure functions of the posterior and what was seen: asking again gives the same answer. Times are seconds of whatever the
-objective compares (seconds or device-seconds per step): only differences of their logarithms matter.
+Pure functions of the posterior and the observations. Times are seconds in any unit that the objective compares (seconds
+or device-seconds per step): only differences of their logarithms matter.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from orchestrator.search.memory_belief import Array, MemoryBelief, normal_cdf
 # The residual: a Gaussian process on log(measured / predicted) that corrects predictions by measurements. numpy only
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
-"""Tried as factors of the assumed standard deviations."""
+"""Factors of the assumed standard deviations to try."""
 CHUNK_SIZE = 4096
-"""Rows at a time, so that what is worked on stays in cache."""
+"""Rows per evaluation, few enough to stay in cache."""
 SCALE_SPREAD = 0.7
 """Standard deviation of the log of that factor."""
 OUTLIER = 4.0
-"""Standard deviations from what all others say of it, from which on a measurement is taken to be disturbed."""
+"""Deviation from the prediction by all others, in standard deviations, above which a measurement is an outlier."""
 MAX_OUTLIERS = 3
 MIN_FOR_OUTLIERS = 5
-"""Minimum number of measurements for detecting a disturbed one."""
+"""Fewest measurements for detecting outliers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorModel:
-    """How predictions of n candidates may be wrong. Standard deviations are of natural logarithms."""
+    """Error model of n candidates' predictions. Standard deviations are of natural logarithms."""
 
     features: Array
     """Derivatives of log time by log coefficient, and other descriptions of a candidate, shape (n, d)."""
     feature_std: Array
     """Standard deviation of the weight of each feature, shape (d,)."""
     places: Array
-    """Where a candidate lies, shape (n, k); errors of candidates at distance 1 correlate with ``exp(-1/2)``."""
+    """Coordinates of candidates, shape (n, k). Errors at distance 1 correlate with ``exp(-1/2)``."""
     local_std: float = 0.1
     common_std: float = 1.0
     own_std: float = 0.0
     noise_std: float = 0.02
-    """What measurements have of which nothing else is known."""
+    """Noise of measurements with unknown noise."""
 
     def covariance(self, rows: NDArray[np.intp], columns: NDArray[np.intp], scale: float = 1.0) -> Array:
-        """Covariance of the errors of candidates ``rows`` and ``columns``, without noise."""
+        """Return the covariance of the errors of candidates ``rows`` and ``columns``, without noise."""
         weighted = self.features[columns] * self.feature_std**2
         linear = self.features[rows] @ weighted.T
         here, there = self.places[rows], self.places[columns]
@@ -68,14 +68,14 @@ class ErrorModel:
         return np.asarray(self.common_std**2 + scale**2 * (linear + local + own))
 
     def expected(self, rows: NDArray[np.intp], columns: NDArray[np.intp], weights: Array, scale: float) -> Array:
-        """``covariance(rows, columns) @ weights``, for many rows: in single precision, part by part."""
+        """Return ``covariance(rows, columns) @ weights`` for many rows: in single precision, in parts."""
         linear = self.features[rows] @ (self.feature_std**2 * (self.features[columns].T @ weights))
         there = self.places[columns].astype(np.float32)
         squares, few = (there**2).sum(1), weights.astype(np.float32)
         local = np.empty(len(rows))
         for start in range(0, len(rows), CHUNK_SIZE):
             here = self.places[rows[start : start + CHUNK_SIZE]].astype(np.float32)
-            with np.errstate(invalid="ignore"):  # kernels of BLAS may compute with what lies beside the operands
+            with np.errstate(invalid="ignore"):  # BLAS kernels may read memory next to the operands
                 exponent = here @ there.T
                 exponent -= 0.5 * squares
                 exponent -= 0.5 * (here**2).sum(1)[:, None]
@@ -90,7 +90,7 @@ class ErrorModel:
         return np.asarray(self.common_std**2 * weights.sum() + scale**2 * errors)
 
     def variance(self, rows: NDArray[np.intp], scale: float = 1.0) -> Array:
-        """Variance of the error of each of ``rows``, without noise."""
+        """Return the variance of the error of each of ``rows``, without noise."""
         linear = self.features[rows] ** 2 @ self.feature_std**2
         return np.asarray(self.common_std**2 + scale**2 * (linear + self.local_std**2 + self.own_std**2))
 
@@ -104,24 +104,24 @@ class Residual:
     errors: Array
     scale: float
     inverse_factor: Array
-    """Inverse of the lower Cholesky factor of the covariance of what was seen."""
+    """Inverse of the lower Cholesky factor of the measurements' covariance."""
     weights: Array
     """Covariance^-1 errors."""
     noise_std: Array
-    """That of each measurement, as it was taken to be."""
+    """Assumed noise of each measurement."""
 
     def mean(self, rows: NDArray[np.intp]) -> Array:
-        """Expected error of the predictions of ``rows``; zero before anything was seen."""
+        """Return the expected error of the predictions of ``rows``; zero before any measurement."""
         if not self.seen.size:
             return np.zeros(len(rows))
         return self.model.expected(rows, self.seen, self.weights, self.scale)
 
     def std(self, rows: NDArray[np.intp]) -> Array:
-        """Standard deviation of that error, without noise."""
+        """Return the standard deviation of that error, without noise."""
         return np.asarray(np.sqrt(np.maximum(self.explain(rows)[1], 1e-12)))
 
     def explain(self, rows: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Share of each measurement in explaining the errors of ``rows``, shape (rows, seen), and the variance left."""
+        """Return each measurement's weight in the errors of ``rows``, shape (rows, seen), and remaining variance."""
         variance = self.model.variance(rows, self.scale)
         if not self.seen.size:
             return np.zeros((len(rows), 0)), variance
@@ -132,8 +132,8 @@ class Residual:
 def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array, noise_std: Array | None = None) -> Residual:
     """Condition on ``errors`` = log(measured / predicted) of candidates ``seen``, at the likeliest of ``SCALES``.
 
-    ``noise_std``: of each measurement; None: the model's. Up to ``MAX_OUTLIERS`` measurements, the worst first, that
-    differ from what all others say of them by more than ``OUTLIER`` standard deviations count as that much noisier.
+    ``noise_std``: of each measurement; None: the model's. Up to ``MAX_OUTLIERS`` measurements, worst first, that differ
+    from the prediction by all others by more than ``OUTLIER`` standard deviations count as that much noisier.
     """
     if not seen.size:
         return Residual(model, seen, errors, 1.0, np.zeros((0, 0)), np.zeros(0), np.zeros(0))
@@ -143,7 +143,7 @@ def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array, noise_std: A
         scale = max(SCALES, key=lambda tried: parts.log_likelihood(errors, tried, noise))
         found = condition(model, seen, errors, scale, noise)
         own = (found.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
-        misses = found.weights / own  # of each measurement from what all others say of it
+        misses = found.weights / own  # of each measurement from the prediction by all others
         worst = int(np.argmax(np.abs(misses) * np.sqrt(own)))
         if seen.size < MIN_FOR_OUTLIERS or abs(misses[worst]) * np.sqrt(own[worst]) <= OUTLIER:
             break
@@ -154,7 +154,7 @@ def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array, noise_std: A
 def condition(
     model: ErrorModel, seen: NDArray[np.intp], errors: Array, scale: float, noise_std: Array | None = None
 ) -> Residual:
-    """Condition as :func:`learn` does, with a given scale of the errors, and every measurement taken at its word."""
+    """Condition as in :func:`learn`, with a given scale of the errors and without outliers."""
     noise = np.full(seen.size, model.noise_std) if noise_std is None else noise_std
     factor = np.linalg.cholesky(model.covariance(seen, seen, scale) + np.diag(noise**2))
     inverse_factor: Array = np.asarray(np.linalg.inv(factor), dtype=np.float64)
@@ -163,7 +163,7 @@ def condition(
 
 
 class _Parts:
-    """The covariance of what was seen, as the part that every scale leaves alone and the part that it multiplies."""
+    """Covariance of the measurements, as a part independent of the scale and a part multiplied by it."""
 
     def __init__(self, model: ErrorModel, seen: NDArray[np.intp]) -> None:
         self._common = model.common_std**2
@@ -176,27 +176,27 @@ class _Parts:
         return float(-0.5 * whitened @ whitened - np.log(np.diag(factor)).sum() + log_prior)
 
 
-# The predictor's distribution over all candidates: expected time and memory of each, and how sure that is
+# The predictor's distribution over all candidates: expected time and memory of each, with uncertainty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posterior:
-    """Distribution over n candidates, linearised where measurements put the coefficients. Arrays have shape (n,).
+    """Distribution over n candidates, linearised at the calibrated coefficients. Arrays have shape (n,).
 
-    Times are those at the prior's mean: what the measurements say beyond that, a Gaussian process over ``error`` adds.
+    Times are at the prior's mean. A Gaussian process over ``error`` adds the effect of measurements.
 
     Raises:
-        ValueError: memory is believed of another number of candidates.
+        ValueError: ``memory`` has another number of candidates.
     """
 
     log_time: Array
     """log(predicted seconds per step, times the objective's weight)."""
     error: ErrorModel
-    """How these predictions may be wrong."""
+    """Error model of these predictions."""
     cost_s: Array
-    """Device-seconds that a trial takes."""
+    """Device-seconds per trial."""
     memory: MemoryBelief | None = None
-    """What is believed of the candidates' memory before this sweep's trials; None: memory is no concern."""
+    """Belief about the candidates' memory before this sweep's trials; None: memory is not limited."""
 
     def __post_init__(self) -> None:
         if self.memory is not None and len(self.memory) != len(self.log_time):
@@ -205,58 +205,58 @@ class Posterior:
     def memory_after(
         self, peaks: Mapping[int, float], fitted: Collection[int], oom: Collection[int]
     ) -> MemoryBelief | None:
-        """What is believed of memory after trials: peaks / limit by row, rows that ran and that ran out of memory."""
+        """Update the belief about memory: peaks / limit by row, rows that ran, rows that ran out of memory."""
         return None if self.memory is None else self.memory.after(peaks, fitted, oom)
 
     def __len__(self) -> int:
         return len(self.log_time)
 
 
-# The core of the guided sampler: what to measure next, by posterior x residual over enumerated candidates. numpy only
+# The guided sampler: ranks enumerated candidates by posterior and residual
 
 SHORTLIST_SIZE = 4096
-"""Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
+"""Number of candidates whose uncertainty is computed: the best ones under optimistic assumptions."""
 OPTIMISM = 2.0
 """Standard deviations below the mean, for the shortlist and the stopping rule."""
 MIN_PROBABILITY = 0.15
-"""Candidates that fit with less than this probability are tried last, whatever they promise."""
+"""Candidates that fit with less than this probability are tried last, however fast."""
 NUM_PLAIN = 4
-"""Trials, the baseline among them, before measurements choose: until then the order before any trial does."""
+"""Trials, including the baseline, that follow the prior order; measurements determine later ones."""
 PLAIN_EVERY = 2
-"""One of so many later proposals follows that order still: what was learned may be wrong."""
+"""Every n-th later proposal still follows the prior order, because the learned one may be wrong."""
 NOISY = 0.1
-"""Standard deviation of the logarithm of a measured time above which the time itself is not what has to be beaten."""
+"""Standard deviation of a measured log time above which the upper end of its interval is the time to beat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was seen of the candidates so far, by their rows."""
+    """Observations of the candidates so far, by row."""
 
     times_s: Mapping[int, float] = field(default_factory=dict)
     """Measured times."""
     noise_std: Mapping[int, float] = field(default_factory=dict)
-    """Standard deviations of the logarithms of measured times, where known."""
+    """Standard deviations of the logarithms of measured times, if known."""
     peaks: Mapping[int, float] = field(default_factory=dict)
-    """Measured peak bytes / limit, where known."""
+    """Measured peak bytes / limit, if known."""
     ran: frozenset[int] = frozenset()
-    """Those that fitted in memory though neither time nor peak of them counts, like trials that were stopped early."""
+    """Rows that fit in memory but have no usable time or peak, such as trials stopped early."""
     oom: frozenset[int] = frozenset()
     infeasible: frozenset[int] = frozenset()
     running: tuple[int, ...] = ()
     excluded: frozenset[int] = frozenset()
-    """Not to be proposed: pruned by dominance, or no candidate of this sweep."""
+    """Rows not to be proposed: pruned by dominance, or not candidates of this sweep."""
     history: Mapping[int, float] = field(default_factory=dict)
-    """Times of earlier sweeps on the same cluster: they teach, but are neither proposed nor to be beaten."""
+    """Times of earlier sweeps on the same cluster: used for learning, neither proposed nor to be beaten."""
 
     @property
     def closed(self) -> list[int]:
-        """Candidates that are not to be proposed (again)."""
+        """Candidates not to be proposed (again)."""
         return sorted({*self.times_s, *self.oom, *self.infeasible, *self.running, *self.excluded, *self.history})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A candidate to measure next, with the figures that chose it."""
+    """A candidate to measure next, with the figures for its choice."""
 
     index: int
     time_s: float
@@ -264,26 +264,25 @@ class Proposal:
     log_std: float
     probability_fits: float
     is_plain: bool = False
-    """Whether the prediction made before any trial chose it."""
+    """Whether the prior order chose it."""
     log_peak: float | None = None
-    """Expected log(peak / limit), after what was seen; None: memory is no concern."""
+    """Expected log(peak / limit), given the observations; None: memory is not limited."""
 
 
 class ProposalRound:
-    """Proposals one after another from what was seen at one time.
+    """Successive proposals from one set of observations.
 
-    The first follow the order before any trial (:func:`plain_scores`): one measurement of a plain baseline says little
-    about what is far from it. Then the best is the candidate with the largest expected improvement per device-second
-    x the probability that it fits, in turn with the next of that order, so that a search whose learning is led astray
-    needs at most twice as long as that order alone. Those still running, and what was proposed since, count as if
-    they had turned out as expected (kriging believer, Ginsbourger et al. 2010). That changes no expectation, only how
-    much is left to be learned: one more column of what is explained. A further proposal therefore costs little, however
-    much was seen.
+    The first ones follow the prior order (:func:`plain_scores`), because one measurement of a plain baseline shows
+    little about distant candidates. Later ones maximize the expected improvement per device-second x the probability of
+    fitting, alternating with the prior order. So a search whose learning is misled takes at most twice as long as the
+    prior order alone. Running trials and new proposals count as measured at their expected times (kriging believer,
+    Ginsbourger et al. 2010). That changes only uncertainties, by one more column of explained variance. A further
+    proposal is therefore cheap, whatever the number of observations.
 
     Args:
-        plain: scores of all candidates before any trial, the higher the better; None: nothing was known then.
-        num_tried: candidates that were tried or are being tried, whatever came of them.
-        keep: how many candidates stay to choose from, those that score best at first; half of them by ``plain``.
+        plain: scores of all candidates before any trial, higher is better; None: unknown.
+        num_tried: candidates tried or being tried, whatever their outcome.
+        keep: number of candidates to choose from, those with the best scores at first; half of them by ``plain``.
     """
 
     def __init__(self, posterior: Posterior, seen: Seen, *, plain: Array | None, num_tried: int, keep: int) -> None:
@@ -309,7 +308,7 @@ class ProposalRound:
         self._explained = _Columns(explained[kept])
 
     def best(self, is_open: NDArray[np.bool_] | None = None) -> Proposal | None:
-        """The best candidate left; None where none is. ``is_open``, shape (n,): which may be proposed."""
+        """Return the best remaining candidate; None if there is none. ``is_open``: rows allowed, shape (n,)."""
         left = self._is_left if is_open is None else self._is_left & is_open[self._rows]
         order = self._plain_order() if self._is_plain else self._order()
         order = order[left[order]]
@@ -326,7 +325,7 @@ class ProposalRound:
         )
 
     def assume(self, row: int) -> bool:
-        """Go on as if ``row`` had been measured at its expected time; False where it is none of the candidates left."""
+        """Assume that ``row`` was measured at its expected time; return False if it is not a remaining candidate."""
         (places,) = np.nonzero(self._rows == row)
         if not places.size:
             return False
@@ -350,13 +349,13 @@ class ProposalRound:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the next proposal follows the order before any trial."""
+        """Whether the next proposal follows the prior order."""
         is_start = self._num_tried < NUM_PLAIN or self._incumbent is None
         return self._has_plain and (is_start or self._num_tried % PLAIN_EVERY == 0)
 
     @property
     def _score(self) -> Array:
-        """Expected improvement of log time per device-second; before any measurement, speed relative to the best."""
+        """Return the expected improvement of log time per device-second; before any measurement, relative speed."""
         if self._incumbent is None:
             score = np.exp(self._mean.min(initial=np.inf) - self._mean) * self._fits
         else:
@@ -365,12 +364,12 @@ class ProposalRound:
         return np.asarray(np.where(self._fits >= MIN_PROBABILITY, score, score * 1e-6))
 
     def _plain_order(self) -> NDArray[np.intp]:
-        """Places of the candidates in the order before any trial, equal ones by what was learned; last those that are
-        not likely to fit any more."""
+        """Return the candidates' indices in the prior order, equal ones by learned scores; those unlikely to fit come
+        last."""
         return np.lexsort((self._mean, -self._plain.round(4), self._fits < MIN_PROBABILITY))
 
     def _order(self) -> NDArray[np.intp]:
-        """Places of the candidates, best first; where improvements underflow, by standard deviations to the best."""
+        """Return the candidates' indices, best first; by standard deviations to the best if improvements underflow."""
         incumbent = self._mean.min(initial=np.inf) if self._incumbent is None else self._incumbent
         return np.lexsort((self._mean, (self._mean - incumbent) / self._std, -self._score))
 
@@ -380,7 +379,7 @@ class ProposalRound:
 
 
 class _Columns:
-    """A matrix that grows by columns, without being copied for each."""
+    """A matrix that grows by columns without a copy for each."""
 
     def __init__(self, values: Array) -> None:
         self._num = values.shape[1]
@@ -399,9 +398,9 @@ class _Columns:
 
 
 def plain_scores(posterior: Posterior, seen: Seen) -> Array:
-    """Logarithm of expected speed x probability of fitting of every candidate, for what was seen before any trial.
+    """Return log(expected speed x probability of fitting) of every candidate, given observations before any trial.
 
-    The posterior is that of no measurement but earlier sweeps'. What hardly fits comes last.
+    The posterior includes only measurements of earlier sweeps. Candidates that hardly fit come last.
     """
     fits = probability_fits(posterior, seen, np.arange(len(posterior)))
     scores = np.log(np.maximum(fits, 1e-30)) - expected_log_times(posterior, seen)
@@ -409,17 +408,17 @@ def plain_scores(posterior: Posterior, seen: Seen) -> Array:
 
 
 def expected_log_times(posterior: Posterior, seen: Seen) -> Array:
-    """Expected log time of every candidate, after what was seen."""
+    """Return the expected log time of every candidate, given the observations."""
     return np.asarray(posterior.log_time + _learned(posterior, seen).mean(np.arange(len(posterior))))
 
 
 def should_stop(
     posterior: Posterior, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
 ) -> bool:
-    """Whether nothing left is likely to beat the best seen by more than ``tolerance`` (relative).
+    """Whether no remaining candidate is likely to beat the best by more than ``tolerance`` (relative).
 
-    That is so when, even ``OPTIMISM`` standard deviations below its expected time, every open candidate that fits with
-    at least ``min_probability`` is slower. Never before something was measured.
+    This holds if every open candidate that fits with at least ``min_probability`` is slower, even ``OPTIMISM`` standard
+    deviations below its expected time. Never before the first measurement.
     """
     if not seen.times_s:
         return False
@@ -432,23 +431,23 @@ def should_stop(
 
 
 def incumbent(seen: Seen) -> float | None:
-    """Log of the time to beat; None where nothing was measured.
+    """Return the log of the time to beat; None before the first measurement.
 
-    A time that is known no better than to :data:`NOISY` counts at the upper end of its interval: else one lucky trial
-    would make every other candidate look hopeless.
+    A time with more noise than :data:`NOISY` counts at the upper end of its interval. Otherwise one lucky trial would
+    make every other candidate look hopeless.
     """
     stds = ((time_s, seen.noise_std.get(row, 0.0)) for row, time_s in seen.times_s.items())
     return min((float(np.log(time_s)) + (2 * std if std > NOISY else 0.0) for time_s, std in stds), default=None)
 
 
 def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
-    """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
+    """Return the probability that each of ``rows`` fits in memory, given the outcomes so far."""
     memory = memory_after(posterior, seen)
     return np.ones(len(rows)) if memory is None else memory.probability_fits(rows)
 
 
 def memory_after(posterior: Posterior, seen: Seen) -> MemoryBelief | None:
-    """What is believed of memory after what was seen; None: memory is no concern."""
+    """Return the belief about memory, given the observations; None: memory is not limited."""
     return posterior.memory_after(seen.peaks, (seen.times_s.keys() | seen.ran) - seen.peaks.keys(), seen.oom)
 
 
@@ -461,14 +460,14 @@ def _learned(posterior: Posterior, seen: Seen) -> Residual:
 
 
 def _largest(scores: Array, rows: NDArray[np.intp], num: int) -> NDArray[np.intp]:
-    """The ``num`` of ``rows`` with the largest scores."""
+    """Return the ``num`` of ``rows`` with the largest scores."""
     if len(rows) <= num:
         return rows
     return np.asarray(rows[np.argpartition(-scores[rows], num)[:num]], dtype=np.intp)
 
 
 def _assume(posterior: Posterior, residual: Residual, log_times: dict[int, float], rows: tuple[int, ...]) -> Residual:
-    """The residual as if ``rows`` had been measured at their expected times, which are added to ``log_times``."""
+    """Condition the residual on ``rows`` at their expected times, which are added to ``log_times``."""
     if not rows:
         return residual
     new = np.array(rows, dtype=np.intp)
@@ -497,7 +496,7 @@ def _shortlist(
 
 
 def expected_improvement(incumbent: float, mean: Array, std: Array) -> Array:
-    """E[max(0, incumbent - X)] for X ~ N(mean, std^2) (Jones et al. 1998)."""
+    """Return E[max(0, incumbent - X)] for X ~ N(mean, std^2) (Jones et al. 1998)."""
     z = (incumbent - mean) / std
     improvement = std * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi))
     return np.asarray(np.maximum(improvement, 0.0))

@@ -1,13 +1,13 @@
-"""Usual effects of knobs: beliefs about them before any trial, and predictions relative to the baseline made of these.
+"""Usual effects of knobs: prior beliefs about them, and predictions relative to the baseline.
 
-The effects that the built-in knobs usually have (:mod:`cluster.cost.usual`) are drawn for many programs; mean and
-covariance over these are kept as a mean and as features with weights of standard deviation 1. Every knob also has an
-effect of its own about which nothing is known but its size: alike for neighbours where its values are numbers, and none
-like another where they are names.
+The usual effects of built-in knobs (:mod:`cluster.cost.usual`) are drawn for many programs. Their mean and covariance
+are kept as a mean and as features with weights of standard deviation 1. Every knob also has its own effect of known
+size
+only: similar for neighbouring values if they are numbers, independent if they are names.
 
-The guided sampler uses these as it uses :class:`~orchestrator.search.predictor.Predictor`. The first trial tells how
-fast the program is at all; what its knobs do beyond what they usually do, the Gaussian process learns. Trials of
-earlier sweeps of the same program are rows of that process next to the candidates.
+The guided sampler uses these like :class:`~orchestrator.search.predictor.Predictor`. The first trial shows the
+program's speed, and the Gaussian process learns how its knobs deviate from their usual effects. Trials of earlier
+sweeps of the same program are rows of that process, next to the candidates.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from trials.outcome import Measured, Measurement, Outcome, OutOfMemory
 from trials.reports import ScriptFacts
 from trials.spec import Candidate, CustomChoice, ScriptModel, Workload
 
-# What is believed of the effects of knobs before any trial, in the form that the Gaussian process takes
+# Prior beliefs about the effects of knobs, in the Gaussian process's form
 
 KEPT_VARIANCE = 0.999
-"""Share of the drawn programs' variance that the features have to keep."""
+"""Share of the drawn programs' variance that the features keep."""
 MAX_FEATURES = 40
 ROWS_AT_ONCE = 2048
 OWN_STD = 0.3
-"""Standard deviation of the effect of a value of one of the custom knobs: most do little, some a factor of two."""
+"""Standard deviation of the effect of a custom knob's value: most do little, some a factor of two."""
 NAMED_STD = 0.3
-"""The same, beyond what its name says that it usually does: names are guessed at."""
+"""The same, in addition to the usual effect of a known name, which is a guess."""
 KNOWN_STD = 0.05
-"""The same of the built-in knobs, beyond what they usually do."""
+"""The same for built-in knobs, in addition to their usual effects."""
 SMOOTHNESS = 0.5
-"""Share of the range of a knob's numbers over which its effect stays alike."""
+"""Share of the range of a knob's numbers over which its effect stays similar."""
 MAX_LEVELS = 6
-"""Components by which the effect of a knob with many numbers is described."""
+"""Components for the effect of a knob with many numbers."""
 PLACE_SPAN = 1.4
-"""Distance between the ends of a knob's numbers, or two of its names, for effects that only combinations have: errors
-at distance 1 correlate with ``exp(-1/2)``."""
+"""Distance between the ends of a knob's numbers, or between two of its names, for effects of combinations: errors at
+distance 1 correlate with ``exp(-1/2)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Believed:
 
 
 def believed(matrix: Array, draw: Callable[[NDArray[np.intp]], Array]) -> Believed:
-    """Mean and features of what ``draw`` gives.
+    """Return mean and features of the draws.
 
     Args:
         matrix: description of n candidates, shape (n, k); equal rows are drawn once.
-        draw: from indices of rows to logarithms, shape (draws, len(rows)).
+        draw: function from indices of rows to logarithms, shape (draws, len(rows)).
     """
     _, first, place = np.unique(matrix, axis=0, return_index=True, return_inverse=True)
     parts = [draw(first[i : i + ROWS_AT_ONCE]) for i in range(0, len(first), ROWS_AT_ONCE)]
@@ -93,7 +93,7 @@ def believed(matrix: Array, draw: Callable[[NDArray[np.intp]], Array]) -> Believ
 
 
 def usual_errors(x: GenericInputs, coefficients: Coefficients) -> Believed:
-    """How far step times may lie from the generic cost model's because data loading and kernels do not do the usual."""
+    """Return the deviation of step times from the generic cost model by unusual effects of data loading and kernels."""
 
     def log_step(rows: NDArray[np.intp], many: bool) -> Array:
         usual = drawn_programs(x.kind) if many else usual_program(x.kind)
@@ -104,13 +104,13 @@ def usual_errors(x: GenericInputs, coefficients: Coefficients) -> Believed:
 
 
 class CustomEffects:
-    """The effects of knobs of which only the size is known: a row per candidate of the table, and of ``others``.
+    """Effects of knobs with known size only: a row per candidate of the table, and of ``others``.
 
     Args:
-        known: names of knobs that are described otherwise.
+        known: names of knobs that are described elsewhere.
         stds: standard deviations of the effects of some built-in knobs.
 
-    ``features`` have weights of standard deviation 1; ``places`` tell how alike combinations are.
+    ``features`` have weights of standard deviation 1; ``places``: coordinates, close for similar combinations.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class CustomEffects:
         self.places: Array = np.hstack(places)
 
     def take(self, rows: slice) -> CustomEffects:
-        """The rows that ``rows`` selects."""
+        """Select ``rows``."""
         found = object.__new__(CustomEffects)
         found.features, found.places = self.features[rows], self.places[rows]
         return found
 
 
 def _spots(values: Sequence[Scalar]) -> Array:
-    """Where values lie, shape (values, k): numbers on a line from 0 to 1, names at equal distances of 1."""
+    """Return coordinates of values, shape (values, k): numbers on a line from 0 to 1, names at equal distances of 1."""
     if not all(_is_number(value) for value in values):
         return np.asarray(np.eye(len(values)) / np.sqrt(2))
     numbers = np.array([float(value) for value in values])
@@ -166,7 +166,7 @@ def _spots(values: Sequence[Scalar]) -> Array:
 
 
 def _effect_of(spots: Array) -> Array:
-    """Features whose weights, of standard deviation 1, give an effect of that size at each of the spots."""
+    """Return features with weights of standard deviation 1, for an effect of that size at each of the spots."""
     squares = ((spots[:, None, :] - spots[None, :, :]) ** 2).sum(-1)
     scale = SMOOTHNESS if spots.shape[1] == 1 and len(spots) > 2 else 0.3
     values, vectors = np.linalg.eigh(np.exp(-0.5 * squares / scale**2))
@@ -205,13 +205,13 @@ MODELLED = frozenset(
         "recompute",
     )
 )
-"""Features that the cost model's own terms, or :func:`physical_places`, cover."""
+"""Features covered by the cost model's terms, or by :func:`physical_places`."""
 
 
 class UnmodelledKnobs:
-    """What candidates are in the knobs that the cost model knows nothing of, one row per candidate.
+    """Candidates' values of knobs unknown to the cost model, one row per candidate.
 
-    ``one_hot`` has a column per value of each knob; in ``places`` knobs that are numbers have one column.
+    ``one_hot`` has a column per value of each knob; in ``places``, a numeric knob has one column.
     """
 
     def __init__(self, candidates: CandidateTable, others: Sequence[Candidate], features: Features) -> None:
@@ -244,33 +244,33 @@ def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
     return own
 
 
-# What is expected of candidates without a cost model: how much faster than the baseline knobs usually make programs
+# Predictions without a cost model: usual speed-ups of knobs over the baseline
 
 LEVEL_STD = 3.0
 """Standard deviation of the log of the baseline's step time: unknown."""
 LOCAL_STD = 0.08
-"""Standard deviation of what only combinations of knobs do: interactions are small beside the effects themselves."""
+"""Standard deviation of effects of combinations: interactions are small compared to single effects."""
 SWEEP_STD = 0.05
-"""Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
+"""Standard deviation of the error shared by all trials of an earlier sweep on the same hardware."""
 NOISE_STD = 0.01
 """Standard deviation of the log of a repeated measurement."""
 MAX_COUNTED_SHARE = 1.1
-"""How far the counted tensors may exceed the peak by rounding and by the choice of the step."""
+"""Largest ratio of counted tensors to the peak, which may exceed 1 by rounding and the choice of the step."""
 OVERHEAD_STEPS = 20.0
-"""Steps that a trial takes, and as many again for its start."""
+"""Cost of a trial in steps, half of it for its start."""
 USED_SHARE = 0.35
-"""Share of the memory that the baseline is taken to use: it runs, or its user would not run it."""
+"""Assumed share of memory used by the baseline, which is known to run."""
 USED_STD = 0.7
 """Standard deviation of the log of that share."""
 CUSTOM_MEMORY_SHARE = 0.5
-"""How far knobs of which nothing is known move the peak, relative to the time."""
+"""Effect of unknown knobs on the peak, relative to that on time."""
 CUSTOM_MEMORY_STDS = {0.02: 0.5, 0.08: 0.5}
-"""Standard deviations that the own errors of peaks may have, which trials decide on, and how likely each is."""
+"""Possible standard deviations of peaks' own errors, with prior probabilities. Trials decide between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeEstimates:
-    """Expectations of all rows before any trial of the sweep."""
+    """Predictions for all rows before any trial of the sweep."""
 
     step_s: Array
     """Step time in units of the baseline's: geometric mean."""
@@ -283,12 +283,12 @@ def _by_role(candidate: Candidate, roles: Mapping[str, str]) -> Candidate:
 
 
 def _called_by_role(own: tuple[CustomChoice, ...], roles: Mapping[str, str]) -> tuple[CustomChoice, ...]:
-    """The choices, each called like the built-in knob that it stands for: names say what knobs usually do."""
+    """Rename each choice to its built-in counterpart, because names determine usual effects."""
     return tuple(CustomChoice(name=roles.get(choice.name, choice.name), value=choice.value) for choice in own)
 
 
 def memory_shares(measurement: Measurement) -> MemoryShares | None:
-    """What the peak of a custom program consists of, by the tensors that its hook counted; None where it saw none."""
+    """Decompose the peak of a user's program by the tensors that its hook counted; None if it counted none."""
     script = measurement.findings.script
     if script is None:
         return None
@@ -297,7 +297,7 @@ def memory_shares(measurement: Measurement) -> MemoryShares | None:
 
 
 def shares_of_peak(facts: ScriptFacts, peak_bytes: int, *, is_allocator: bool) -> MemoryShares | None:
-    """The same. Where activations were not counted, as in compiled programs, they are what else the allocator held."""
+    """Decompose a peak. Uncounted activations, as in compiled programs, are the rest of the allocator's memory."""
     weights, states = facts.parameter_bytes_local or 0, facts.optimizer_bytes or 0
     gradients, activations = facts.gradient_bytes or 0, facts.activation_bytes
     if not peak_bytes or not weights or facts.optimizer_bytes is None:
@@ -307,9 +307,9 @@ def shares_of_peak(facts: ScriptFacts, peak_bytes: int, *, is_allocator: bool) -
             return None
         activations = max(0, peak_bytes - weights - gradients - states)
     if activations + weights + states > MAX_COUNTED_SHARE * peak_bytes:
-        # Storage that no kernel touched, like DeepSpeed's flat buckets on a host: the parts are not those of the peak.
+        # Untouched storage, such as DeepSpeed's flat buckets on a host: the parts do not match the peak.
         return None
-    # Where activations are the most, gradients may not be there yet.
+    # When activations are largest, gradients may not exist yet.
     gradients = min(gradients, max(0, peak_bytes - activations - weights - states))
     whole = max(peak_bytes, activations + weights + gradients + states)
     return MemoryShares(
@@ -321,18 +321,18 @@ def shares_of_peak(facts: ScriptFacts, peak_bytes: int, *, is_allocator: bool) -
 
 
 class RelativePredictor:
-    """What usual effects of knobs say of a fixed list of candidates.
+    """Predictions for a fixed list of candidates by usual effects of knobs.
 
-    Rows of what it returns are the candidates, in their order, and after them the earlier trials of the same program.
+    Rows of results are the candidates, in order, followed by earlier trials of the same program.
 
     Args:
-        baseline: what times are relative to.
+        baseline: the candidate that times are relative to.
         features: flat description of a candidate.
-        kind: what of usual effects holds for the device.
+        kind: kind of device, which selects the usual effects.
         limit_bytes: memory of a device.
         earlier: trials of other sweeps on the same hardware; those of the same program count.
-        objective: what candidates are compared by; times that are compared are weighted by it.
-        roles: the built-in knob that an own one stands for, where its name does not say so.
+        objective: weights the times to compare.
+        roles: the built-in counterparts of custom knobs, if their names do not imply them.
     """
 
     is_absolute = False
@@ -372,7 +372,7 @@ class RelativePredictor:
 
     @functools.cached_property
     def time(self) -> Believed:
-        """Log of the step time relative to the baseline's."""
+        """Return the log of the step time relative to the baseline's."""
         drawn = drawn_programs(self._kind)
         return believed(
             self._columns.matrix, lambda rows: relative_step(self._columns.take(rows), self._baseline, drawn)
@@ -380,7 +380,7 @@ class RelativePredictor:
 
     @functools.cached_property
     def relative_memory(self) -> Believed:
-        """Log of the peak relative to the baseline's."""
+        """Return the log of the peak relative to the baseline's."""
         return self._relative_memory(self._baseline, None)
 
     def _relative_memory(self, reference: KnobColumns, shares: MemoryShares | None) -> Believed:
@@ -391,13 +391,13 @@ class RelativePredictor:
 
     @functools.cached_property
     def memory(self) -> MemoryBelief | None:
-        """What is believed of memory before any measurement of this sweep; None: there is no limit."""
+        """Return the belief about memory before any measurement of this sweep; None: memory is not limited."""
         return self._memory(self.relative_memory)
 
     def memory_given(self, shares: Mapping[int, MemoryShares]) -> MemoryBelief | None:
-        """What is believed of memory where measured peaks were taken apart, by row, before the peaks themselves.
+        """Return the belief about memory given decomposed peaks, by row, but not the peaks themselves.
 
-        The row whose activations are the largest part of its peak shows best how they grow.
+        The row with the largest share of activations in its peak shows best how they grow.
         """
         if not shares:
             return self.memory
@@ -430,28 +430,28 @@ class RelativePredictor:
 
     @functools.cached_property
     def weights(self) -> Array:
-        """By what the objective multiplies each row's step time."""
+        """Return the objective's factor on each row's step time."""
         return self.objective.weights(self._world_size)
 
     @functools.cached_property
     def estimates(self) -> RelativeEstimates:
-        """Expectations before any trial of this sweep."""
+        """Return predictions before any trial of this sweep."""
         peak = USED_SHARE * self.limit_bytes * np.exp(self.relative_memory.mean)
         return RelativeEstimates(step_s=np.exp(self.time.mean), peak_bytes=peak)
 
     @functools.cached_property
     def probability_fits(self) -> Array:
-        """Probability that each candidate fits in memory, before any measurement of this sweep."""
+        """Return the probability that each candidate fits in memory, before any measurement of this sweep."""
         return np.ones(len(self._columns)) if self.memory is None else self.memory.probability_fits()
 
     @functools.cached_property
     def earlier_rows(self) -> frozenset[int]:
-        """Rows of trials of earlier sweeps, which are no candidates."""
+        """Return the rows of earlier sweeps' trials, which are not candidates."""
         return frozenset(range(len(self.candidates), len(self._columns)))
 
     @functools.cached_property
     def earlier_times_s(self) -> Mapping[int, float]:
-        """Weighted seconds per step of the earlier trials most like any candidate, by row."""
+        """Return the weighted seconds per step of the earlier trials most similar to any candidate, by row."""
         first = len(self.candidates)
         known = [(first + i, t.step_time_s) for i, t in enumerate(self.earlier) if t.step_time_s is not None]
         if not known:
@@ -466,17 +466,17 @@ class RelativePredictor:
         return foreign_noise(self.earlier, len(self.candidates))
 
     def gain_of(self, row: int) -> float:
-        """Score relative to the baseline's that is expected before any trial: the median over programs."""
+        """Return the expected score relative to the baseline's before any trial: the median over programs."""
         return self._baseline_weight / float(self.estimates.step_s[row] * self.weights[row])
 
     def log_spread_of(self, row: int) -> float:
-        """Standard deviation of log(measured / expected time), both relative to the baseline's."""
+        """Return the standard deviation of log(measured / expected time), both relative to the baseline's."""
         own = self._own.features[row] - self._own_baseline
         effects = np.r_[self.time.features[row], own]
         return float(np.sqrt(effects @ effects + LOCAL_STD**2))
 
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
-        """The distribution over candidates. Weighted seconds per step ``times_s``, by row, tell what trials cost."""
+        """Return the distribution over candidates. ``times_s``: weighted seconds per step by row, for trials' costs."""
         log_time = self.time.mean + np.log(self.weights / self._baseline_weight)
         level = np.median([np.log(time_s) - log_time[row] for row, time_s in times_s.items()]) if times_s else 0.0
         device_s = np.exp(log_time + level) * self._world_size / self.weights
@@ -496,7 +496,7 @@ class RelativePredictor:
         )
 
     def _sweeps(self) -> Array:
-        """A column per earlier sweep, in the rows of its trials the error they have in common."""
+        """Return a column per earlier sweep, with the shared error in the rows of its trials."""
         names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
         columns = np.zeros((len(self._columns), len(names)))
         for i, trial in enumerate(self.earlier):
@@ -507,19 +507,19 @@ class RelativePredictor:
 
 # ---- Transfer: trials of earlier sweeps on the same hardware, which the guided sampler learns from before its own
 #
-# They are read once, when a sweep is created, and kept in its ledger: what is recorded elsewhere later changes nothing.
+# They are read once, when a sweep is created, and kept in its ledger. Later records elsewhere change nothing.
 
 MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual", "variables")
-"""Parts of the fingerprint on which step times and memory depend: where they are equal, measurements compare."""
+"""Parts of the fingerprint that affect step times and memory: measurements are comparable if these are equal."""
 
 
 MAX_TRIALS = 384
-"""Earlier trials kept at most, those of the newest sweeps first."""
+"""Most earlier trials to keep, newest sweeps first."""
 MAX_PER_SWEEP = 32
-"""Earlier trials kept of one sweep at most."""
+"""Most earlier trials to keep of one sweep."""
 MAX_NEAREST = 96
-"""Earlier trials whose times are learned from at most: those most like any candidate. Others say little beside them,
-and cost time at every proposal."""
+"""Most earlier trials whose times are learned from: those most similar to any candidate. Further ones add little, and
+cost time at every proposal."""
 
 FOREIGN_NOISE_STD = 0.1
 """Standard deviation of the log of a time that was recorded outside of tune-cluster."""
@@ -534,13 +534,13 @@ class EarlierTrial:
     """One trial of an earlier sweep: measured, or out of memory."""
 
     sweep: str
-    """Identity of that sweep."""
+    """Id of that sweep."""
     workload: Workload
     candidate: Candidate
     step_time_s: float | None
     """Seconds per step; None: it ran out of memory."""
     peak_bytes: int | None = None
-    """Peak memory of the fullest rank, where it was measured."""
+    """Peak memory of the fullest rank, if measured."""
     is_foreign: bool = False
     """Whether it is a run that tune-cluster did not measure: its hardware and settings are unverified. Only its speed
     relative to other such runs counts, with more noise, and it shows nothing about memory."""
@@ -549,7 +549,7 @@ class EarlierTrial:
     def of_outcome(
         cls, sweep: str, workload: Workload, candidate: Candidate, outcome: Outcome | None
     ) -> EarlierTrial | None:
-        """The earlier trial that an outcome amounts to; None where the outcome says nothing about the hardware."""
+        """Convert an outcome to an earlier trial; None if the outcome does not depend on the hardware."""
         match outcome:
             case Measured(measurement=found):
                 peak = found.peak_bytes or None
@@ -562,9 +562,9 @@ class EarlierTrial:
 
 
 def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Up to ``MAX_NEAREST`` rows of ``past`` with the least distance to any row of ``here``, in ascending order.
+    """Return up to ``MAX_NEAREST`` rows of ``past`` with the least distance to any row of ``here``, in ascending order.
 
-    Both are places of the cost model's errors, of shapes (n, d) and (m, d).
+    Both are coordinates of the cost model's errors, of shapes (n, d) and (m, d).
     """
     closest = np.full(len(past), np.inf)
     for start in range(0, len(here), _ROWS_AT_ONCE):
@@ -575,24 +575,24 @@ def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.
 
 
 def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
-    """Number of sweeps that the trials come from."""
+    """Return the number of sweeps that the trials come from."""
     return len({trial.sweep for trial in earlier if not trial.is_foreign})
 
 
 def num_foreign(earlier: Iterable[EarlierTrial]) -> int:
-    """Number of runs that tune-cluster did not measure."""
+    """Return the number of runs that tune-cluster did not measure."""
     return sum(trial.is_foreign for trial in earlier)
 
 
 def foreign_noise(earlier: Sequence[EarlierTrial], first_row: int) -> dict[int, float]:
-    """Row to standard deviation of the log time of foreign runs; the rows of ``earlier`` begin at ``first_row``."""
+    """Map the rows of foreign runs to the standard deviations of their log times; the rows of ``earlier`` begin at ``first_row``."""
     return {row: FOREIGN_NOISE_STD for row, trial in enumerate(earlier, first_row) if trial.is_foreign}
 
 
 def same_program(one: Workload, other: Workload) -> bool:
-    """Whether two workloads train the same thing, so that times of one tell of the other.
+    """Whether two workloads train the same thing, so that one's times apply to the other.
 
-    Users' programs may differ in what trials fill in: other sweeps try other arguments of them.
+    User programs may differ in what trials fill in: other sweeps try other arguments of them.
     """
     if isinstance(one.model, ScriptModel) and isinstance(other.model, ScriptModel):
         return _program(one.model) == _program(other.model) and one.seq_length == other.seq_length
@@ -600,7 +600,7 @@ def same_program(one: Workload, other: Workload) -> bool:
 
 
 def _program(model: ScriptModel) -> tuple[object, ...]:
-    """What says which program runs: its command without the arguments that trials fill in."""
+    """Return a program's identity: its command without the arguments that trials fill in."""
     words = [word for word, following in zip(model.run, (*model.run[1:], ""), strict=True) if not _is_filled(following)]
     fixed = tuple(word for word in words if "{" not in word)
     return model.recipe, fixed, model.cwd, model.env, model.files, model.launcher
@@ -611,5 +611,5 @@ def _is_filled(word: str) -> bool:
 
 
 def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether measurements made in these two environments compare."""
+    """Whether measurements from these two environments are comparable."""
     return all(one.get(name) == other.get(name) for name in MEASURED_ON)

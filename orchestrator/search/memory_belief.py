@@ -1,17 +1,17 @@
-"""What is believed of candidates' memory: a mixture over what the software may keep, corrected by what trials showed.
+"""Belief about candidates' memory: a mixture over structures of software, corrected by trials.
 
-Within one *structure* (a hypothesis on what the software keeps, :mod:`cluster.cost.peak_memory`) the logarithm
-of the peak is a sum of independent parts::
+Within one *structure* (a hypothesis on the software's memory, :mod:`cluster.cost.peak_memory`) the log of the peak is a
+sum of independent parts::
 
     mean                   at the prior's coefficients
     features @ w           w ~ N(0, 1): errors of the coefficients
-    own                    the candidate's own error, alike for candidates that lie close together
-    NUGGET_STD             what two runs of one candidate differ by
+    own                    the candidate's own error, similar for candidates that are close together
+    NUGGET_STD             difference between two runs of one candidate
 
-A measured peak is a figure; a trial that fitted or ran out of memory says on which side of the limit its peak lies,
-which expectation propagation turns into a figure with an error (Rasmussen and Williams, Gaussian Processes for Machine
-Learning, section 3.6). Structures, each with several sizes of the own error, are weighed by how likely they made what
-was seen.
+A measured peak is a figure. A trial that fit or ran out of memory shows on which side of the limit its peak is;
+expectation propagation converts that to a figure with an error (Rasmussen and Williams, Gaussian Processes for Machine
+Learning, section 3.6). Structures, each with several sizes of the own error, are weighted by the likelihood of the
+observations.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from numpy.typing import NDArray
 NUGGET_STD = 0.01
 """Standard deviation of the log of a repeated peak."""
 MAX_TRIALS = 96
-"""Measured peaks that count, those closest to the limit; and trials without a figure, the least expected ones."""
+"""Most measured peaks to use, those closest to the limit; and most trials without a figure, the least expected."""
 NUM_FIRST = 8
-"""Trials of each kind that leave out negligible structures before all trials count."""
+"""Trials of each kind for a first pass that drops negligible structures."""
 MAX_IN_FULL = 12
-"""Number of structures that are updated with every trial before any is dropped."""
+"""Most structures that are updated with all trials, without a first pass."""
 MAX_SWEEPS = 50
-"""Rounds of expectation propagation."""
+"""Most rounds of expectation propagation."""
 TOLERANCE = 1e-4
-"""Change of the means, in standard deviations before any trial, at which it ends."""
+"""Change of the means, in prior standard deviations, at which propagation ends."""
 NEGLIGIBLE = 1e-3
-"""Structures with less probability than this are left out."""
+"""Structures with less probability are dropped."""
 ROWS_AT_ONCE = 8192
 
 FAR = 3.0
-"""Standard deviations below the mean from which the logarithm comes from the continued fraction."""
+"""Standard deviations below the mean beyond which the logarithm uses the continued fraction."""
 NUM_FRACTIONS = 12
 """Terms of that fraction."""
 
@@ -54,21 +54,21 @@ Floats = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structured:
-    """The n candidates' log(peak / limit) under one hypothesis on the software, before any trial."""
+    """Prior of n candidates' log(peak / limit) under one hypothesis on the software."""
 
     name: str
     log_weight: float
     mean: Floats
     """Shape (n,)."""
     features: Floats
-    """Derivatives by what is uncertain, in units of its standard deviation, shape (n, d)."""
+    """Derivatives by uncertain quantities, in units of their standard deviations, shape (n, d)."""
     own_std: float
     """Standard deviation of a candidate's own error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Conditioned:
-    """One structure after what was seen: Gaussian, with as many figures as trials that count."""
+    """One structure given the observations: Gaussian, with one figure per trial used."""
 
     prior: Structured
     places: Floats | None
@@ -78,11 +78,11 @@ class _Conditioned:
     root: Array
     """Inverse standard deviation of each figure."""
     weights: Array
-    """By what covariances with ``seen`` are multiplied for the mean."""
+    """Factors on covariances with ``seen`` for the mean."""
     log_likelihood: float
 
     def moments(self, rows: Rows) -> tuple[Array, Array]:
-        """Mean and standard deviation of log(peak / limit) of ``rows``."""
+        """Return mean and standard deviation of log(peak / limit) of ``rows``."""
         features = self.prior.features[rows].astype(np.float64)
         variance = np.einsum("ij,ij->i", features, features) + self.prior.own_std**2 + NUGGET_STD**2
         mean = self.prior.mean[rows].astype(np.float64)
@@ -96,16 +96,15 @@ class _Conditioned:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBelief:
-    """What is believed of log(peak / limit) of n candidates: a mixture over structures of software, Gaussian within
-    each."""
+    """Belief about log(peak / limit) of n candidates: a mixture over structures of software, Gaussian within each."""
 
     structures: tuple[Structured, ...]
     places: Floats | None = None
-    """Where candidates lie, shape (n, k): own errors at distance 1 correlate with ``exp(-1/2)``. None: not at all."""
+    """Coordinates of candidates, shape (n, k): own errors at distance 1 correlate with ``exp(-1/2)``. None: never."""
     peaks: Mapping[int, float] = field(default_factory=dict)
-    """Peaks / limit that trials measured, by row."""
+    """Measured peaks / limit, by row."""
     fitted: frozenset[int] = frozenset()
-    """Rows that ran, of which no peak is known."""
+    """Rows that ran, without a known peak."""
     oom: frozenset[int] = frozenset()
     """Rows that ran out of memory."""
 
@@ -113,9 +112,9 @@ class MemoryBelief:
         return len(self.structures[0].mean)
 
     def after(self, peaks: Mapping[int, float], fitted: Collection[int], oom: Collection[int]) -> MemoryBelief:
-        """The belief after further trials: measured peaks / limit by row, rows that ran, rows that ran out of memory.
+        """Return the belief after further trials: peaks / limit by row, rows that ran, rows that ran out of memory.
 
-        A row that ran and has a peak counts by that; one that ran out of memory by that alone.
+        A row with a peak counts only by that; a row that ran out of memory only by that.
         """
         all_oom = self.oom | frozenset(oom)
         all_peaks = {row: peak for row, peak in {**self.peaks, **peaks}.items() if peak > 0 and row not in all_oom}
@@ -125,21 +124,21 @@ class MemoryBelief:
         return replace(self, peaks=all_peaks, fitted=all_fitted, oom=all_oom)
 
     def probability_fits(self, rows: NDArray[Any] | None = None) -> Array:
-        """Probability that the peak of each of ``rows`` (None: of all) is within the limit."""
+        """Return the probability that the peak of each of ``rows`` (None: all) is within the limit."""
         return self._over(rows, lambda mean, std: normal_cdf(-mean / std))
 
     def expected_log(self, rows: NDArray[Any] | None = None) -> Array:
-        """Expected log(peak / limit) of ``rows``."""
+        """Return the expected log(peak / limit) of ``rows``."""
         return self._over(rows, lambda mean, _: mean)
 
     def std(self, rows: NDArray[Any] | None = None) -> Array:
-        """Standard deviation of log(peak / limit) of ``rows``, over structures and within them."""
+        """Return the standard deviation of log(peak / limit) of ``rows``, over structures and within them."""
         squares = self._over(rows, lambda mean, std: mean**2 + std**2)
         return np.asarray(np.sqrt(np.maximum(squares - self.expected_log(rows) ** 2, NUGGET_STD**2)))
 
     @functools.cached_property
     def weights(self) -> Array:
-        """Probability of each of ``structures``; 0 where a few trials have made it negligible."""
+        """Return the probability of each of ``structures``; 0 if a few trials made it negligible."""
         places = {id(structure): i for i, structure in enumerate(self.structures)}
         weights = np.zeros(len(places))
         for weight, part in self._parts:
@@ -148,14 +147,14 @@ class MemoryBelief:
 
     @functools.cached_property
     def _parts(self) -> tuple[tuple[float, _Conditioned], ...]:
-        """The structures that count, conditioned, with their probabilities."""
+        """Return the conditioned non-negligible structures, with their probabilities."""
         left, num = self.structures, len(self.peaks) + len(self.fitted) + len(self.oom)
         if len(left) > MAX_IN_FULL and num > NUM_FIRST:
             left = tuple(part.prior for _, part in self._weighted(left, NUM_FIRST))
         return self._weighted(left, MAX_TRIALS)
 
     def _weighted(self, structures: Iterable[Structured], most: int) -> tuple[tuple[float, _Conditioned], ...]:
-        """Structures after up to ``most`` trials of each kind, those that are not negligible, with probabilities."""
+        """Condition structures on up to ``most`` trials of each kind; return non-negligible ones with probabilities."""
         parts = [self._condition(structure, most) for structure in structures]
         logs = np.array([part.prior.log_weight + part.log_likelihood for part in parts])
         weights = np.exp(logs - logs.max())
@@ -172,7 +171,7 @@ class MemoryBelief:
         return _propagate(structure, self.places, seen, list(peaks.values()), list(sides.values()))
 
     def _over(self, rows: NDArray[Any] | None, of: Any) -> Array:
-        """The mean over structures of a function of each one's mean and standard deviation."""
+        """Return the mean over structures of a function of each one's mean and standard deviation."""
         requested = np.arange(len(self)) if rows is None else np.asarray(rows, dtype=np.intp)
         found = np.zeros(len(requested))
         for start in range(0, len(requested), ROWS_AT_ONCE):
@@ -182,7 +181,7 @@ class MemoryBelief:
 
 
 def covariance(prior: Structured, places: Floats | None, rows: Rows, columns: Rows) -> Array:
-    """Covariance of the logarithms of the peaks of ``rows`` and ``columns``, shape (rows, columns)."""
+    """Return the covariance of the log peaks of ``rows`` and ``columns``, shape (rows, columns)."""
     linear = prior.features[rows].astype(np.float64) @ prior.features[columns].astype(np.float64).T
     if places is None:
         alike = (rows[:, None] == columns[None, :]).astype(np.float64)
@@ -194,7 +193,7 @@ def covariance(prior: Structured, places: Floats | None, rows: Rows, columns: Ro
 
 
 def _closest(peaks: Mapping[int, float], most: int) -> Mapping[int, float]:
-    """Logarithms of the peaks that count."""
+    """Return the logs of the peaks closest to the limit."""
     logs = {row: float(np.log(peak)) for row, peak in peaks.items()}
     return dict(sorted(logs.items(), key=lambda item: (abs(item[1]), item[0]))[:most])
 
@@ -206,7 +205,7 @@ def _least_expected(structure: Structured, sides: Mapping[int, int], most: int) 
 def _propagate(
     structure: Structured, places: Floats | None, seen: Rows, log_peaks: list[float], sides: list[int]
 ) -> _Conditioned:
-    """One structure after log peaks of the first of ``seen``, and sides of the limit (1: above) of the others."""
+    """Condition one structure on log peaks of the first of ``seen``, and sides of the limit (1: above) of the rest."""
     num, mean = len(log_peaks), structure.mean[seen].astype(np.float64)
     prior = covariance(structure, places, seen, seen)
     miss = np.array(log_peaks) - mean[:num]
@@ -225,14 +224,15 @@ def _propagate(
 
 
 def _one_by_one(covariances: Array, centre: Array, side: Array, bound: Array) -> tuple[Array, Array, float]:
-    """Precisions, and precisions x figures, that stand for sides of the limit, and the log of what they leave out.
+    """Return precisions, and precisions x figures, that represent sides of the limit, and the log of the remaining
+    mass.
 
-    Expectation propagation over variables of that covariance and mean, one site after the other (Rasmussen and
+    Expectation propagation over variables with this covariance and mean, one site after the other (Rasmussen and
     Williams, algorithm 3.5).
     """
     after, mean, start = covariances.copy(), centre.copy(), centre.copy()
     precision, pull, log_sites = np.zeros(len(side)), np.zeros(len(side)), np.zeros(len(side))
-    # Measured peaks may leave hardly any variance, and less than none by rounding.
+    # Measured peaks may leave hardly any variance, or a negative one by rounding.
     spreads = np.sqrt(np.maximum(np.diag(covariances), 1e-12))
     for _ in range(MAX_SWEEPS):
         before = mean.copy()
@@ -253,16 +253,17 @@ def _one_by_one(covariances: Array, centre: Array, side: Array, bound: Array) ->
 
 
 def _log_between(left: float, offset: float, precision: float, pull: float) -> float:
-    """Log of the mass of a Gaussian, given by precision and precision x mean, times exp(pull v - precision v^2 / 2)."""
+    """Return the log mass of a Gaussian times exp(pull v - precision v^2 / 2)."""
     total = left + precision
     return 0.5 * float((offset + pull) ** 2 / total - np.log(total) - offset**2 / left + np.log(left))
 
 
 def _gaussian(prior: Array, precision: Array, pull: Array) -> tuple[Array, Array, Array, Array]:
-    """The Gaussian with covariance ``prior``, each variable seen as ``pull / precision`` with that precision.
+    """Return the Gaussian with covariance ``prior``, each variable observed as ``pull / precision`` with that
+    precision.
 
-    Returns the roots of the precisions, the inverse Cholesky factor of 1 + root prior root, and the covariance and
-    mean afterwards.
+    Returns the roots of the precisions, the inverse Cholesky factor of 1 + root prior root, and the posterior
+    covariance and mean.
     """
     root = np.sqrt(precision)
     inverse = np.linalg.inv(np.linalg.cholesky(np.eye(len(root)) + root[:, None] * prior * root))
@@ -272,7 +273,7 @@ def _gaussian(prior: Array, precision: Array, pull: Array) -> tuple[Array, Array
 
 
 def _one_sided(centre: float, variance: float, side: float, bound: float) -> tuple[float, float, float]:
-    """Variance, mean and log mass of a Gaussian cut to the side of the limit on which bound + value + nugget lies."""
+    """Return variance, mean and log mass of a Gaussian truncated to the side of the limit of bound + value + nugget."""
     scale = math.sqrt(variance + NUGGET_STD**2)
     z = side * (centre + bound) / scale
     log_mass = float(log_normal_cdf(np.array([z]))[0])
@@ -283,7 +284,7 @@ def _one_sided(centre: float, variance: float, side: float, bound: float) -> tup
 
 
 def normal_cdf(z: Array) -> Array:
-    """Standard normal distribution function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    """Return the standard normal distribution function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
     x = np.abs(z) / np.sqrt(2)
     t = 1 / (1 + 0.3275911 * x)
     series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t + 0.254829592
@@ -292,7 +293,7 @@ def normal_cdf(z: Array) -> Array:
 
 
 def log_normal_cdf(z: Array) -> Array:
-    """Logarithm of ``normal_cdf``, to 2e-4 everywhere.
+    """Return the logarithm of ``normal_cdf``, to 2e-4 everywhere.
 
     Far below the mean the distribution function is density / (x + 1 / (x + 2 / (x + 3 / ...))) with x = -z (Abramowitz
     and Stegun, 26.2.14).

@@ -1,9 +1,9 @@
-"""The predictor: the cost model on the candidates of a sweep, for the plan (before any trial) and the sampler (after).
+"""The predictor: the cost model on a sweep's candidates, for the plan (before any trial) and the sampler (after).
 
-The numbers that the cost model cannot know (``cluster.cost.inputs``) have a prior, which measured trials correct.
-Around it the model is linearised, so that the Gaussian process of ``acquisition.py`` weighs what the coefficients
-explain against what is a candidate's own. Trials of earlier sweeps are rows of that process next to the sweep's own
-candidates, with an error in common per sweep.
+The cost model's unknown numbers (``cluster.cost.inputs``) have a prior, which measured trials correct. The model is
+linearised around it, so that the Gaussian process of ``acquisition.py`` weighs the part that coefficients explain
+against each candidate's own. Trials of earlier sweeps are rows of that process, next to the sweep's own candidates,
+with a shared error per sweep.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json
 from trials.spec import Candidate, HuggingFaceModel, LlamaModel, ScriptModel, UserModel, Workload, decoder_of
 
-# The cost model asked in one way for both families of workloads, decoders and others: time, memory, likeness
+# A common interface to the cost model for decoders and other workloads: time, memory, similarity
 
 PROCESS_BYTES = 12 << 20
-"""What a rank's process on a CPU takes in addition to tensors: the graph's nodes, Python's objects, gloo's buffers."""
+"""Memory of a rank's process on a CPU in addition to tensors: autograd nodes, Python objects, gloo's buffers."""
 KEPT_SHARE = 0.8
-"""Share of the tensors that come and go in a step that the C library's allocator keeps as well: it hands blocks below
-32 MiB out of a heap with gaps. Both measured of models of some million parameters; trials correct them."""
+"""Share of a step's temporary tensors that the C library's allocator also keeps: it serves blocks below 32 MiB from a
+heap with gaps. Both are measured with models of a few million parameters; trials correct them."""
 _PASSING = ("activations", "recomputed", "head", "gathered")
-"""Terms of tensors that come and go in a step."""
+"""Terms of a step's temporary tensors."""
 
 ROWS_MOVED_AT_ONCE = 200
-"""Rows up to which moving all coefficients in one evaluation is faster than one after the other."""
+"""Rows up to which moving all coefficients in one evaluation is faster than one by one."""
 
 Inputs = CostInputs | GenericInputs
 
@@ -83,7 +83,7 @@ LENGTH_SCALES = {
     "num_microbatches": 4.0,
     "num_layers": 4.0,
 }
-"""Doublings of a quantity over which errors of the cost model stay alike: short where kernels change their shape."""
+"""Doublings of a quantity over which the cost model's errors stay similar: few if kernels change their shape."""
 GENERIC_LENGTH_SCALES = {
     "micro_batch_size": 0.7,
     "forward_flops": 0.7,
@@ -95,20 +95,20 @@ GENERIC_LENGTH_SCALES = {
 
 
 def log_device_seconds(x: Inputs, coefficients: Coefficients) -> Array:
-    """Logarithm of step time x devices."""
+    """Return log(step time x devices)."""
     step_s = np.sum(list(_step_terms(x, coefficients).values()), axis=0)
     return np.asarray(np.log(step_s * x.world_size))
 
 
 def log_time_slopes(x: Inputs, at: Coefficients) -> Array:
-    """Derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
+    """Return the derivatives of ``log_device_seconds`` by the log coefficients, shape (n, coefficients)."""
     if isinstance(x, CostInputs) and len(x) <= ROWS_MOVED_AT_ONCE:
         return step_derivatives(x)(at)
     return derivatives(functools.partial(log_device_seconds, x), at)
 
 
 def log_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> Array:
-    """Logarithm of the fullest rank's peak bytes."""
+    """Return the log of the fullest rank's peak bytes."""
     if isinstance(x, CostInputs):
         terms = {name: values.copy() for name, values in stage_bytes(x, work_of(x), coefficients).items()}
     else:
@@ -119,7 +119,7 @@ def log_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> Array:
 
 
 def linearised_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> tuple[Array, Array]:
-    """``log_peak``, shape (n,), and its derivatives by the log coefficients, shape (n, coefficients)."""
+    """Return ``log_peak``, shape (n,), and its derivatives by the log coefficients, shape (n, coefficients)."""
     if on_cpu or not isinstance(x, CostInputs):
         predict = functools.partial(log_peak, x, on_cpu=on_cpu)
         return predict(coefficients), derivatives(predict, coefficients)
@@ -129,12 +129,12 @@ def linearised_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> t
 
 
 def linearised_terms(x: CostInputs, terms: dict[str, Array], coefficients: Coefficients) -> tuple[Array, Array]:
-    """As ``linearised_peak``, from the terms of each candidate's fullest rank at these coefficients."""
+    """Same as ``linearised_peak``, from the terms of each candidate's fullest rank at these coefficients."""
     return np.log(np.sum(list(terms.values()), axis=0)), log_slopes(x, terms, coefficients)
 
 
 def estimate_rows(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:
-    """Predicted time and memory of all rows, term by term."""
+    """Predict time and memory of all rows, term by term."""
     found = model.estimate(x) if isinstance(x, CostInputs) else _generic_estimate(model, x)
     if on_cpu:
         _move_to_cpu(found.peak_terms_bytes)
@@ -143,15 +143,15 @@ def estimate_rows(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:
 
 
 def _move_to_cpu(terms: dict[str, Array]) -> None:
-    """Peak memory of a process on a CPU: no context of a device, but what the process and its C library add."""
+    """Convert to the peak of a process on a CPU: without device context, with process and C library."""
     passing = sum((terms[name] for name in _PASSING if name in terms), np.zeros_like(terms["constant"]))
-    used = terms["constant"] > 0  # not a stage that a layout does not have
+    used = terms["constant"] > 0  # not for stages that the layout lacks
     terms["constant"] = np.where(used, PROCESS_BYTES, 0.0)
     terms["fragmentation"] = terms.get("fragmentation", 0.0) + KEPT_SHARE * passing
 
 
 def physical_places(x: Inputs) -> Array:
-    """Coordinates of candidates, shape (n, k): the cost model errs alike for those that lie close together."""
+    """Return coordinates of candidates, shape (n, k): the cost model's errors are similar for close ones."""
     scales = LENGTH_SCALES if isinstance(x, CostInputs) else GENERIC_LENGTH_SCALES
     columns = [np.log2(np.maximum(getattr(x, name), 1.0)) / scale for name, scale in scales.items()]
     if isinstance(x, GenericInputs):
@@ -178,18 +178,18 @@ def _generic_estimate(model: CostModel, x: GenericInputs) -> Estimates:
     )
 
 
-# What is believed of memory before any trial: the cost model with its coefficients' prior, by structures
+# Prior belief about memory: the cost model with its coefficients' prior, by structures
 
 MEMORY_ROWS_AT_ONCE = 4096
-"""Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
+"""Rows per evaluation of the cost model; limits its temporary arrays."""
 ROWS_TO_DISTINGUISH = 4096
-"""Rows on which structures must differ to be told apart."""
+"""Number of sampled rows on which structures must differ to be distinguished."""
 MAX_ROWS = 500_000
-"""Rows of all structures together, each of which takes 36 bytes and some microseconds."""
+"""Most rows of all structures together, each of 36 bytes and some microseconds."""
 OWN_STDS = {0.03: 0.5, 0.1: 0.5}
-"""Standard deviations that the own errors of candidates may have, which trials decide on, and how likely each is."""
+"""Possible standard deviations of candidates' own errors, with prior probabilities. Trials decide between them."""
 COMMON_MEMORY_STD = 0.03
-"""Standard deviation of an error that all candidates have in common, which no coefficient explains."""
+"""Standard deviation of an error shared by all candidates, which no coefficient explains."""
 
 
 def prior_belief(
@@ -201,13 +201,13 @@ def prior_belief(
     on_cpu: bool = False,
     counted: tuple[Coefficients, dict[str, Array]] | None = None,
 ) -> MemoryBelief:
-    """The belief on the rows of ``x`` before any trial.
+    """Return the prior belief about the rows of ``x``.
 
     Args:
-        prior: of the memory coefficients; the model is linearised at its mean.
-        structures: what the software may keep, not all of which need differ on these rows.
-        limit_bytes: the limit of all rows; None: each row's usable device memory.
-        counted: of decoders on devices, the terms of each row's fullest rank as described, and at which coefficients.
+        prior: prior of the memory coefficients; the model is linearised at its mean.
+        structures: hypotheses on the software's memory; they need not all differ on these rows.
+        limit_bytes: limit of all rows; None: each row's usable device memory.
+        counted: for decoders on devices, the terms of each row's fullest rank as described, and their coefficients.
     """
     limit = x.memory_bytes if limit_bytes is None else limit_bytes
     different = _different(structures, x)
@@ -222,8 +222,8 @@ def prior_belief(
 
 
 def mixture(linearised: Sequence[tuple[Structure, Floats, Floats]]) -> tuple[Structured, ...]:
-    """Structures, each with its log peaks / limit and their derivatives by the coefficients in standard deviations,
-    as parts of a belief: with an error in common, and each with several sizes of the candidates' own errors."""
+    """Convert structures, each with its log peaks / limit and their derivatives by the coefficients in standard
+    deviations, to parts of a belief: with a shared error, and several sizes of candidates' own errors each."""
     total = sum(structure.probability for structure, _, _ in linearised)
     parts = []
     for structure, mean, features in linearised:
@@ -236,7 +236,7 @@ def mixture(linearised: Sequence[tuple[Structure, Floats, Floats]]) -> tuple[Str
 
 
 def _different(structures: Sequence[Structure], x: Inputs) -> Sequence[tuple[Structure, Inputs]]:
-    """Structures that differ on these rows, with their columns; of many rows the likeliest structures only."""
+    """Return structures that differ on these rows, with their columns; with many rows, only the likeliest ones."""
     if len(structures) == 1 or not isinstance(x, CostInputs):
         return [(KNOWN[0], x)]
     some = x.take(np.linspace(0, len(x) - 1, min(len(x), ROWS_TO_DISTINGUISH)).astype(int))
@@ -254,7 +254,7 @@ def _linearised(
     on_cpu: bool,
     counted: tuple[Coefficients, dict[str, Array]] | None,
 ) -> tuple[Floats, Floats]:
-    """Log peaks / limit at the prior's mean, shape (n,), and features, shape (n, d), both of single precision."""
+    """Return log peaks / limit at the prior's mean, shape (n,), and features, shape (n, d), in single precision."""
     root = np.linalg.cholesky(prior.covariance)
     means, features = [], []
     for start in range(0, len(x), MEMORY_ROWS_AT_ONCE):
@@ -271,43 +271,43 @@ def _linearised(
     return (np.concatenate(means) - log_limit).astype(np.float32), np.concatenate(features)
 
 
-# The predictor: the cost model on a sweep's candidates, as the plan (before any trial) and the sampler (after) ask it
+# The predictor: the cost model on a sweep's candidates, for the plan (before any trial) and the sampler (after)
 
 MAX_CANDIDATES = 1_100_000
-"""Candidates the cost model ranks one by one: as many as a plan lists, and room for the baseline and for what the stage
-balancer adds."""
+"""Most candidates that the cost model ranks individually: as many as a plan lists, plus the baseline and those that the
+stage balancer adds."""
 ROWS_AT_ONCE = 20_000
-"""Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
+"""Rows per evaluation of the cost model; limits its temporary arrays."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
-"""Seconds a trial takes before its first step, by kind of device."""
+"""Seconds of a trial before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
-"""Steps that a trial is taken to cost."""
+"""Assumed number of steps per trial."""
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators. The
-prior's spread is fitted with these two (``benchmarks/cost/hierarchy.py``); ``benchmarks/search/calibration.py`` tells
-how likely they make measurements of sources that it has not seen."""
+prior's spread is fitted with these two (``benchmarks/cost/hierarchy.py``). ``benchmarks/search/calibration.py`` reports
+the likelihood of measurements from held-out sources."""
 OWN_STD = {"cuda": 0.02, "cpu": 0.05}
-"""Standard deviation of a candidate's own error, which says nothing of any other, by kind of device."""
+"""Standard deviation of a candidate's own error, independent of all others, by kind of device."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
-"""Standard deviation of the error that all candidates have in common, by kind of device."""
+"""Standard deviation of the error shared by all candidates, by kind of device."""
 CUSTOM_KNOB_STD = 0.1
-"""Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
+"""Standard deviation of the effect of each value of a knob unknown to the cost model of decoders."""
 GENERIC_LOCAL_STD = 0.1
-"""Standard deviation of what only combinations do in models that are no decoders, of which effects are told apart."""
+"""Standard deviation of combined effects in models other than decoders, whose single effects are separate."""
 GENERIC_STDS = {"precision": 0.3}
-"""The same of knobs of other models, beyond what they usually do: number formats, of which only the peaks are known."""
+"""The same for knobs of other models, in addition to usual effects: number formats, known only by their peaks."""
 SWEEP_STD = 0.05
-"""Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
+"""Standard deviation of the error shared by all trials of an earlier sweep on the same hardware."""
 NOISE_STD = 0.01
-"""Standard deviation of the log of a measured time that says nothing of its own noise."""
+"""Standard deviation of the log of a measured time with unknown noise."""
 
 
 class UnpredictableError(ValueError):
-    """The cost model cannot predict these candidates; with the reason."""
+    """Candidates that the cost model cannot predict; the message gives the reason."""
 
 
 class UnknownDimensionsError(UnpredictableError):
-    """The dimensions of what the user's program trains are unknown; no defect, but there is no cost model then."""
+    """Unknown dimensions of the model in a user's program. Not a defect, but there is no cost model then."""
 
     reason = "the model's dimensions are unknown"
 
@@ -316,11 +316,11 @@ class UnknownDimensionsError(UnpredictableError):
 
 
 def predicted_workload(workload: Workload) -> Workload:
-    """What the cost model takes in the place of a user's training program, or of a module of transformers:
-    the decoder that it trains, or that has the same matrix products.
+    """Return the cost model's substitute for a user's training program, or for a module of transformers: the decoder
+    that it trains, or one with the same matrix products.
 
     Raises:
-        UnknownDimensionsError: it has a program, and what that trains is unknown.
+        UnknownDimensionsError: the workload is a program that trains a model of unknown dimensions.
     """
     if isinstance(workload.model, HuggingFaceModel) and workload.model.shape is not None:
         return replace(workload, model=workload.model.shape)
@@ -334,14 +334,14 @@ def predicted_workload(workload: Workload) -> Workload:
 class Predictor:
     """The cost model on a fixed list of candidates of one workload and cluster.
 
-    Rows of what it returns are the candidates, in their order, and after them the ``earlier`` trials.
+    Rows of results are the candidates, in order, followed by the ``earlier`` trials.
 
     Args:
-        features: flat description of a candidate, for the knobs the cost model knows nothing of.
-        prior: prior of the time coefficients; None: the one that published measurements taught.
-        estimates: what dry runs counted, of use for workloads that are no decoders.
+        features: flat description of a candidate, for knobs unknown to the cost model.
+        prior: prior of the time coefficients; None: the one fitted to published measurements.
+        estimates: counts from dry runs, for workloads other than decoders.
         earlier: trials of other sweeps on the same hardware; those of the same kind of model count.
-        objective: what candidates are compared by; times that are compared are weighted by it.
+        objective: weights the times to compare.
 
     Raises:
         UnpredictableError: the device lacks a figure, or there are too many candidates.
@@ -386,12 +386,12 @@ class Predictor:
 
     @functools.cached_property
     def _usual(self) -> Believed | None:
-        """How data loading and kernels may differ from the usual; None for decoders, which hardly feel them."""
+        """Return deviations of data loading and kernels from the usual; None for decoders, where they hardly matter."""
         return usual_errors(self.inputs, self._prior.coefficients) if isinstance(self.inputs, GenericInputs) else None
 
     @functools.cached_property
     def _custom_effects(self) -> Array:
-        """Features of all of that, and of every knob's own effect."""
+        """Return features of these deviations, and of every knob's own effect."""
         others = [trial.candidate for trial in self.earlier]
         own = CustomEffects(self.candidates, others, self._features, known=MODELLED, stds=GENERIC_STDS).features
         return own if self._usual is None else np.hstack([self._usual.features, own])
@@ -402,7 +402,7 @@ class Predictor:
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """Time and memory expected before any measurement of this sweep; without a device context on CPUs."""
+        """Return the predicted time and memory before any measurement of this sweep; on CPUs without device context."""
         found = estimate_rows(self._model, self.inputs, on_cpu=self.on_cpu)
         if self._usual is not None:
             found = found.slower_by(np.exp(self._usual.mean))
@@ -410,7 +410,7 @@ class Predictor:
 
     @functools.cached_property
     def probability_fits(self) -> Array:
-        """Probability that each candidate fits in memory, before any measurement of this sweep."""
+        """Return the probability that each candidate fits in memory, before any measurement of this sweep."""
         x = self.inputs
         if not isinstance(x, FactoredInputs):
             return self.memory.probability_fits()
@@ -419,11 +419,11 @@ class Predictor:
 
     @functools.cached_property
     def memory(self) -> MemoryBelief:
-        """What is believed of memory before any measurement of this sweep: the prior, and what earlier trials say."""
+        """Return the belief about memory before any measurement of this sweep: the prior, and earlier trials."""
         return self._belief(self.inputs, np.arange(len(self.inputs)))
 
     def _belief(self, x: Inputs, places: NDArray[np.integer[Any]]) -> MemoryBelief:
-        """The belief on the rows of ``x``; ``places``: where each row of all inputs is among them."""
+        """Return the belief about the rows of ``x``; ``places``: index into them of each row of all inputs."""
         counted = (self._model.memory.coefficients, self.estimates.peak_terms_bytes) if x is self.inputs else None
         belief = prior_belief(
             load_prior("memory"),
@@ -440,17 +440,17 @@ class Predictor:
 
     @functools.cached_property
     def weights(self) -> Array:
-        """By what the objective multiplies each row's step time."""
+        """Return the objective's factor on each row's step time."""
         return self.objective.weights(self.inputs.world_size)
 
     @functools.cached_property
     def earlier_rows(self) -> frozenset[int]:
-        """Rows of trials of earlier sweeps, which are no candidates."""
+        """Return the rows of earlier sweeps' trials, which are not candidates."""
         return frozenset(range(len(self.candidates), len(self.inputs)))
 
     @functools.cached_property
     def earlier_times_s(self) -> Mapping[int, float]:
-        """Weighted seconds per step of the earlier trials most like any candidate, by row."""
+        """Return the weighted seconds per step of the earlier trials most similar to any candidate, by row."""
         first = len(self.candidates)
         known = [(first + i, t.step_time_s) for i, t in enumerate(self.earlier) if t.step_time_s is not None]
         times = [(row, step_time_s * float(self.weights[row])) for row, step_time_s in known]
@@ -467,7 +467,7 @@ class Predictor:
         return foreign_noise(self.earlier, len(self.candidates))
 
     def log_spread_of(self, row: int) -> float:
-        """Standard deviation of log(measured / predicted step time) to expect."""
+        """Return the expected standard deviation of log(measured / predicted step time)."""
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
         usual = 0.0 if self._usual is None else float(np.linalg.norm(self._custom_effects[row]))
@@ -478,7 +478,7 @@ class Predictor:
         return "cpu" if self.on_cpu else "cuda"
 
     def trial_device_seconds(self, device_seconds_per_step: Array) -> Array:
-        """Device-seconds that a trial of each candidate takes."""
+        """Return the device-seconds of a trial of each candidate."""
         return trial_device_seconds(self.inputs, device_seconds_per_step, TRIAL_OVERHEAD_S[self.device_kind])
 
     @property
@@ -486,7 +486,7 @@ class Predictor:
         return self.cluster.accelerator.usable_memory_bytes
 
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
-        """The posterior, linearised where weighted seconds per step ``times_s``, by row, put the coefficients."""
+        """Return the posterior, linearised at the coefficients for ``times_s``, weighted seconds per step by row."""
         shares = self.inputs.world_size / self.weights
         known = {row: time_s * float(shares[row]) for row, time_s in times_s.items() if row not in self.earlier_noise}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
@@ -509,7 +509,7 @@ class Predictor:
         )
 
     def _sweeps(self) -> Array:
-        """A column per earlier sweep, 1 in the rows of its trials."""
+        """Return a column per earlier sweep, 1 in the rows of its trials."""
         names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
         columns = np.zeros((len(self.inputs), len(names)))
         for i, trial in enumerate(self.earlier):
@@ -519,7 +519,7 @@ class Predictor:
         return columns
 
     def _calibrated_memory(self) -> Calibrated:
-        """The memory coefficients after earlier trials: their peaks, and which of them ran out of memory."""
+        """Return the memory coefficients fitted to earlier trials: their peaks, and which ran out of memory."""
         prior = load_prior("memory")
         known = [
             (len(self.candidates) + i, trial.peak_bytes or self.limit_bytes, 0 if trial.peak_bytes else 1)
@@ -535,7 +535,7 @@ class Predictor:
 
 
 def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[EarlierTrial, ...]:
-    """Trials of the same kind of model; where the code is the user's own, of that very program or module."""
+    """Select trials of the same kind of model; for user code, of the same program or module."""
     if not isinstance(workload.model, ScriptModel | UserModel):
         return tuple(trial for trial in earlier if isinstance(trial.workload.model, type(workload.model)))
     same = tuple(trial for trial in earlier if trial.workload.model == workload.model)
@@ -546,15 +546,15 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
 
 
 def of_candidates(prior: Prior, local_std: float) -> Prior:
-    """The prior as the search takes it: of candidates, which leave ``local_std`` unexplained, in place of sources."""
+    """Convert the prior from sources to candidates, which leave ``local_std`` unexplained."""
     return replace(prior, noise=local_std)
 
 
 def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
-    """The time model around the coefficients that ``times_s`` (device-seconds per step, by row) teach.
+    """Linearise the time model around the coefficients fitted to ``times_s`` (device-seconds per step, by row).
 
     Returns the log device-seconds at the prior's mean, shape (n,); features (n, coefficients), each with standard
-    deviation 1; and the device-seconds at the taught coefficients, shape (n,).
+    deviation 1; and the device-seconds at the fitted coefficients, shape (n,).
     """
     at = Coefficients(TIME, prior.mean)
     if times_s:
@@ -574,7 +574,7 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
 def trial_device_seconds(
     x: Inputs, device_seconds_per_step: Array, overhead_s: float = TRIAL_OVERHEAD_S["cuda"]
 ) -> Array:
-    """Device-seconds that a trial takes, start included."""
+    """Return the device-seconds of a trial, including its start."""
     return np.asarray(overhead_s * x.world_size + STEPS_PER_TRIAL * device_seconds_per_step)
 
 
@@ -597,22 +597,22 @@ def _inputs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Time and memory that the cost model expects of one candidate before any measurement."""
+    """Predicted time and memory of one candidate before any measurement."""
 
     candidate: Candidate
     number: int | None
-    """Its number in the plan's list, from 1; None when it is not there."""
+    """Its number in the plan's list, from 1; None if not listed."""
     unit: str
     """Unit of the score, like ``tokens/s/p``."""
     figures: Figures
-    """How fast it is expected to be, in every unit."""
+    """Predicted speed, in every unit."""
     score: float
-    """By the objective: higher is better."""
+    """Score by the objective; higher is better."""
     step_s: float
     step_terms_s: dict[str, float]
     """Seconds per term of the cost model; they sum to ``step_s``."""
     log_spread: float
-    """Standard deviation of log(measured / predicted) to expect."""
+    """Expected standard deviation of log(measured / predicted)."""
     peak_bytes: float
     """Peak memory of the fullest pipeline rank."""
     peak_terms_bytes: dict[str, float]
@@ -648,10 +648,10 @@ def make_predictor(
     earlier: Sequence[EarlierTrial] = (),
     objective: Objective | None = None,
 ) -> Predictor:
-    """The cost model on ``candidates`` and the hardware of ``topology``, with what a probe measured of its nodes.
+    """Build the cost model on ``candidates`` and the hardware of ``topology``, with a probe's rates of its nodes.
 
     Raises:
-        UnpredictableError: no hardware is known, or the cost model does not know the model or the device.
+        UnpredictableError: no hardware is known, or model or device are unknown to the cost model.
     """
     if topology is None:
         raise UnpredictableError("the hardware is unknown before the lease")
@@ -676,7 +676,7 @@ def make_predictor(
 
 
 def predict(predictor: Predictor, row: int, workload: Workload, *, number: int | None = None) -> Prediction:
-    """The prediction of the candidate in ``row`` of the predictor."""
+    """Return the prediction of the candidate in ``row`` of the predictor."""
     found = predictor.estimates
     step_s, candidate = float(found.step_s[row]), predictor.candidates[row]
     num_devices, objective = candidate.layout.world_size, predictor.objective

@@ -1,9 +1,9 @@
-"""The search: which candidate to measure next, by any of the samplers. The one module of search that imports optuna.
+"""The search: chooses the next candidate to measure, with any of the samplers. Within search, only this module imports
+optuna.
 
-A sampler only ever chooses from the enumerated legal candidates, never one that was proposed before or that needs at
-least the memory of one that ran out of it, and its choice is a function of (seed, trial number, state) alone: the
-Optuna study is rebuilt from the state for every question, so a sweep that was interrupted proposes what it would have
-proposed anyway.
+A sampler chooses only from the enumerated legal candidates. It never repeats one, and never chooses one that needs at
+least the memory of a candidate that ran out of it. The choice depends only on seed, trial number and state: the Optuna
+study is rebuilt from the state for every proposal, so an interrupted sweep continues with the same proposals.
 """
 
 from __future__ import annotations
@@ -52,30 +52,29 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 
-# ---- The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a
-# reason
+# ---- The guided sampler on a sweep: turns its state into observations, and a proposal into a candidate with a reason
 #
-# At first it learns after every trial that ends, later after every twelfth part of them, and where many run at the same
-# time after a third of those. In between, what it proposes counts as if it had turned out as expected. A resumed sweep
-# finds the start of its round again, and what was known then, in its state.
+# At first it learns after every ended trial, later after every twelfth part of them, or after a third of the trials
+# that run at the same time. In between, its proposals count as measured at their expected times. A resumed sweep
+# reconstructs the start of its round, and the observations then, from its state.
 #
-# Learning after every trial instead took 57 ms of search per trial in place of 7, over the first 1,000 trials of
+# Learning after every trial instead took 57 ms of search per trial rather than 7, over the first 1,000 trials of
 # ``benchmarks.scale.controller`` with 200 in flight and 21,072 candidates, and 80 ms per trial towards their end;
-# with 20 in flight 66 ms in place of 6.
+# with 20 in flight, 66 ms rather than 6.
 #
-# The *residual* is what corrects predictions by measurements: :mod:`orchestrator.search.acquisition`.
+# The *residual* corrects predictions by measurements: :mod:`orchestrator.search.acquisition`.
 
-# Rounds of the guided sampler: when it learns from all measurements again, and what it knew then, read from the state
+# Rounds of the guided sampler: when it learns from all measurements, and from which ones, according to the state
 
 SHARE_OF_ENDED = 12
-"""A round ends after at least this part of the trials that had ended before it."""
+"""A round lasts for at least 1/n of the trials that ended before it."""
 SHARE_OF_RUNNING = 3
-"""A round ends after at least this part of the trials that may run at the same time."""
+"""A round lasts for at least 1/n of the trials that may run at the same time."""
 
 
 @functools.lru_cache
 def round_start(num_ended: int, max_concurrent: int) -> int:
-    """Number of ended trials that the round after ``num_ended`` of them knows of."""
+    """Return the number of ended trials that the round at ``num_ended`` of them learns from."""
     start = following = 0
     while following <= num_ended:
         start = following
@@ -84,7 +83,7 @@ def round_start(num_ended: int, max_concurrent: int) -> int:
 
 
 def first_trial(state: SweepState, num_ended: int) -> int:
-    """Number of the first trial proposed when so many had ended; that of the next one where there is none."""
+    """Return the number of the first trial proposed after ``num_ended`` ended; the next number if there is none."""
     low, high = 0, len(state.trials)
     while low < high:
         middle = (low + high) // 2
@@ -93,7 +92,7 @@ def first_trial(state: SweepState, num_ended: int) -> int:
 
 
 def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
-    """``state`` with its first ``num_trials`` trials, of which only the first ``num_ended`` to end have ended."""
+    """Reduce ``state`` to its first ``num_trials`` trials, of which only the first ``num_ended`` have ended."""
     end_order = state.end_order[:num_ended]
     ended = frozenset(end_order)
     trials = tuple(_hidden(trial) if trial.number not in ended else trial for trial in state.trials[:num_trials])
@@ -108,7 +107,7 @@ def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
 
 
 def _hidden(trial: Trial) -> Trial:
-    """The trial as it was while it ran."""
+    """Return the trial as it was while running."""
     if trial.outcome is None:
         return trial
     return replace(
@@ -116,22 +115,22 @@ def _hidden(trial: Trial) -> Trial:
     )
 
 
-# Open candidates: which legal ones may still be proposed, kept up to date from one state of a sweep to the next
+# Open candidates: the legal ones that may still be proposed, updated from state to state
 
 NEVER = np.iinfo(np.int64).max
-"""Number in the arrays of :class:`OpenCandidates` for what did not happen."""
+"""Value in the arrays of :class:`OpenCandidates` for events that did not happen."""
 
 
 class OpenCandidates:
-    """Follows one sweep: a candidate is closed once it was proposed, another trial has ruled it out (out of memory, a
-    refused knob), or it has all that the trials which the proof disqualified share.
+    """Follows one sweep. A candidate is closed once it was proposed, another trial has ruled it out (out of memory, a
+    refused knob), or it has all the values shared by the trials that the proof disqualified.
 
-    A function of the state; what was worked out for the state before is kept as long as one follows from the other.
+    A function of the state. Results are cached as long as each state follows from the previous one.
 
     Args:
         candidates: without duplicates; their order numbers the rows of all arrays.
-        custom_memory: what is known of the memory that the custom knobs take.
-        inside: what the program has of the knobs that are set within it.
+        custom_memory: known memory effects of custom knobs.
+        inside: the program's knobs that are set within its code.
     """
 
     def __init__(
@@ -147,9 +146,9 @@ class OpenCandidates:
 
     def _start(self) -> None:
         self.tried_by: NDArray[np.int64] = np.full(len(self.candidates), NEVER)
-        """Number of the trial that tried the candidate, NEVER where none did."""
+        """Number of the trial that tried the candidate; NEVER if none did."""
         self.ruled_out_by: NDArray[np.int64] = np.full(len(self.candidates), NEVER)
-        """Place in ``end_order`` of the trial that ruled it out, or of the last one before the proof did; NEVER where
+        """Index in ``end_order`` of the trial that ruled it out, or of the last one before the proof did; NEVER if
         nothing did."""
         self._state = SweepState()
         self._pruner: Pruner | None = None
@@ -158,11 +157,11 @@ class OpenCandidates:
 
     @property
     def open_rows(self) -> NDArray[np.intp]:
-        """Rows of those that may still be proposed, in order."""
+        """Rows that may still be proposed, in order."""
         return np.asarray(np.flatnonzero((self.tried_by == NEVER) & (self.ruled_out_by == NEVER)), dtype=np.intp)
 
     def follow(self, state: SweepState) -> None:
-        """Take in what is new in ``state``."""
+        """Update to ``state``."""
         if not self._is_later(state):
             self._start()
         for trial in state.trials.since(len(self._state.trials)):
@@ -178,7 +177,7 @@ class OpenCandidates:
         self._state = state
 
     def newly_ruled_out(self, state: SweepState) -> Iterator[tuple[int, dict[str, int]]]:
-        """Every witness that no event speaks of yet: its trial, and the number of candidates it ruled out by rule."""
+        """Yield every unreported witness: its trial, and the number of candidates it ruled out, by rule."""
         self.follow(state)
         if len(self._ruled_out) == len(state.pruned):
             return
@@ -205,7 +204,7 @@ class OpenCandidates:
             self.ruled_out_by[row] = place
 
     def _close_shared(self, state: SweepState) -> None:
-        """Close what has all the values that the disqualified trials share."""
+        """Close candidates with all the values shared by the disqualified trials."""
         out = [state.trials[one.trial].candidate for one in state.disqualified]
         shared = shared_change(out, state.trials[0].candidate)
         if not shared:
@@ -218,7 +217,7 @@ class OpenCandidates:
         self.ruled_out_by[is_out] = np.minimum(self.ruled_out_by[is_out], max(0, state.patience_from - 1))
 
     def _is_later(self, state: SweepState) -> bool:
-        """Whether ``state`` follows from the one seen last."""
+        """Whether ``state`` follows from the previous one."""
         before = self._state
         if len(state.trials) < len(before.trials) or not state.end_order.starts_with(before.end_order):
             return False
@@ -231,55 +230,55 @@ class OpenCandidates:
 
 
 def _proves_more(outcome: Outcome | None) -> bool:
-    """Whether it says of other candidates, too, that they cannot work."""
+    """Whether the outcome also rules out other candidates."""
     return isinstance(outcome, OutOfMemory) or (isinstance(outcome, Infeasible) and bool(outcome.refused))
 
 
-# The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a reason
+# The guided sampler on a sweep
 
 MAX_LEARNED = 256
-"""Measurements the residual learns from: half of them the fastest, half the latest."""
+"""Most measurements that the residual learns from: half the fastest, half the latest."""
 MAX_BOUNDS = 128
-"""Trials stopped early that the residual also learns from: the latest."""
+"""Most trials stopped early that the residual also learns from: the latest."""
 MIN_MEASURED_TO_STOP = 4
-"""Measurements before the search may stop by itself."""
+"""Fewest measurements before the search may stop by itself."""
 STOP_TOLERANCE = 0.01
-"""What an improvement must promise, relative, for the search to go on."""
+"""Least expected relative improvement for the search to continue."""
 
 RUN_STD = 0.005
-"""Standard deviation of the log of a step time from run to run, which the interval of one run's steps does not cover
-(placement, clocks)."""
+"""Standard deviation of the log of a step time from run to run (placement, clocks), which the interval of one run's
+steps does not cover."""
 CI95_STDS = 2 * 1.96
 """Width of a 95% interval in standard deviations."""
 
 MIN_KEPT = 384
-"""Candidates that a round chooses from, or twice as many as run at the same time if that is more."""
+"""Candidates per round, or twice the number of concurrent trials if that is more."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """A round of proposals from what was known at its beginning, and how far it has come."""
+    """A round of proposals from the observations at its start, with its progress."""
 
     proposals: ProposalRound
     state: SweepState
     """Information available to the round."""
     is_open: NDArray[np.bool_]
-    """Which rows might be proposed at its beginning."""
+    """Rows that could be proposed at its start."""
     num_known: int
-    """Known ended trials."""
+    """Number of known ended trials."""
     num_measured: int
-    """Measurements among them."""
+    """Number of measurements among them."""
     num_peaks: int
-    """Measurements of peak memory among these."""
+    """Number of measurements with peak memory among these."""
     num_trials: int
-    """Trials taken into the round so far."""
+    """Number of trials in the round so far."""
     last: Candidate | None
-    """Candidate of the last of them."""
+    """Candidate of the last trial."""
     is_converged: bool | None = None
-    """Whether the search had converged at its beginning; None until asked."""
+    """Whether the search had converged at its start; None until computed."""
 
     def is_before(self, state: SweepState, num_known: int) -> bool:
-        """Whether ``state`` is in this round, and follows from what was taken in."""
+        """Whether ``state`` is in this round, and follows from its trials."""
         num = self.num_trials
         return (
             self.num_known == num_known
@@ -291,7 +290,7 @@ class _Round:
 
 
 class GuidedSearch:
-    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
+    """Proposals by the cost model, corrected by the sweep's own trials; a function of the state alone."""
 
     def __init__(self, predictor: Predictor | RelativePredictor) -> None:
         self._predictor = predictor
@@ -300,7 +299,7 @@ class GuidedSearch:
         self._round: _Round | None = None
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
-        """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
+        """Return the prediction of a candidate before any trial of this sweep; None if unknown to the cost model."""
         row = self._predictor.candidates.row_of(candidate)
         if row is None or not self._predictor.is_absolute:
             return None
@@ -312,7 +311,7 @@ class GuidedSearch:
         )
 
     def suggest(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
-        """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
+        """Return the next candidate with a reason; None if none is left. ``candidates`` must be at ``state``."""
         current = self._current_round(state, candidates)
         is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
         found = current.proposals.best(is_open)
@@ -336,7 +335,7 @@ class GuidedSearch:
         )
 
     def is_converged(self, state: SweepState, candidates: OpenCandidates) -> bool:
-        """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
+        """Whether no remaining candidate is likely to beat the best by more than ``STOP_TOLERANCE``."""
         current = self._current_round(state, candidates)
         if current.is_converged is None:
             posterior, seen = self._knowledge(current.state, self._closed(current.is_open))
@@ -345,9 +344,9 @@ class GuidedSearch:
         return current.is_converged
 
     def _current_round(self, state: SweepState, candidates: OpenCandidates) -> _Round:
-        """The round that ``state`` is in, with what was proposed in it so far.
+        """Return the round that ``state`` is in, with its proposals so far.
 
-        A trial that is none of its candidates begins it again, with what was known when that trial was proposed.
+        A trial that is not one of its candidates restarts it, with the observations at that trial's proposal.
         """
         num_known = round_start(len(state.end_order), state.sweep.max_concurrent)
         current = self._round
@@ -363,7 +362,7 @@ class GuidedSearch:
         return current
 
     def _begin_round(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Round:
-        """A round from the first ``num_trials`` trials, of which ``num_known`` have ended."""
+        """Start a round from the first ``num_trials`` trials, of which ``num_known`` have ended."""
         before = as_of(state, num_known, num_trials)
         num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
         is_open = self._is_open(candidates, num_trials, num_ended)
@@ -386,7 +385,7 @@ class GuidedSearch:
         )
 
     def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
-        """Which rows might be proposed when there were so many trials, so many of them ended."""
+        """Return which rows could be proposed after ``num_trials`` trials, ``num_ended`` of them ended."""
         if self._row_in is None or self._row_in[0] is not candidates:
             self._row_in = candidates, self._predictor.candidates.rows_in(candidates.candidates)
         rows = self._row_in[1]
@@ -399,10 +398,10 @@ class GuidedSearch:
         return closed
 
     def _knowledge(self, state: SweepState, closed: Collection[int]) -> tuple[Posterior, Seen]:
-        """The posterior and what was seen. ``closed``: rows not to be proposed."""
+        """Return the posterior and the observations. ``closed``: rows not to be proposed."""
         counting = [state.trials[number] for number in state.end_order if not state.is_disqualified(number)]
         measured = [(row, trial) for one in counting for row, trial in self._measured(one)]
-        learned, history = dict(self._most_telling(measured)), self._predictor.earlier_times_s
+        learned, history = dict(self._most_informative(measured)), self._predictor.earlier_times_s
         posterior = self._with_memory(learned)
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
@@ -425,7 +424,7 @@ class GuidedSearch:
         return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
     def _with_memory(self, learned: Mapping[int, Trial]) -> Posterior:
-        """The posterior, with memory as trials show it whose peaks were taken apart."""
+        """Return the posterior, with memory corrected by trials with decomposed peaks."""
         if not isinstance(self._predictor, RelativePredictor):
             return self._posterior
         shares = {row: memory_shares(one.measurement) for row, one in learned.items() if one.measurement is not None}
@@ -439,20 +438,20 @@ class GuidedSearch:
 
     @functools.cached_property
     def _posterior(self) -> Posterior:
-        """The cost model around what earlier sweeps taught. Trials of this sweep correct it by the residual alone."""
-        # Moving the coefficients by them as well found nothing sooner: docs/measured/search-quality.md.
+        """Return the cost model fitted to earlier sweeps. Trials of this sweep correct it only by the residual."""
+        # Fitting the coefficients to them as well was no faster: docs/measured/search-quality.md.
         return self._predictor.posterior(self._predictor.earlier_times_s)
 
     @functools.cached_property
     def _plain(self) -> Array | None:
-        """Scores before any trial of this sweep; None where only usual effects of knobs are known, not of layouts."""
+        """Return scores before any trial of this sweep; None if only knobs' usual effects are known."""
         if not (isinstance(self._predictor, Predictor) and isinstance(self._predictor.inputs, CostInputs)):
             return None
         history, noise = self._predictor.earlier_times_s, self._predictor.earlier_noise
         return plain_scores(self._posterior, Seen(history=history, noise_std=noise))
 
     def _peak_bytes(self, found: Proposal, *, is_known: bool) -> float | None:
-        """Expected peak; None where nothing but usual effects is known, which are relative to a measured peak."""
+        """Return the expected peak; None if only usual effects are known, which are relative to a measured peak."""
         if not (self._predictor.is_absolute or (is_known and found.log_peak is not None)):
             return None
         return self._limit_bytes * math.exp(found.log_peak or 0.0)
@@ -464,7 +463,7 @@ class GuidedSearch:
     def _time_s(self, trial: Trial) -> float:
         return weighted_step_s(trial, self._predictor.objective)
 
-    def _most_telling(self, measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
+    def _most_informative(self, measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
         if len(measured) <= MAX_LEARNED:
             return measured
         fastest = sorted(measured, key=lambda item: self._time_s(item[1]))[: MAX_LEARNED // 2]
@@ -485,9 +484,9 @@ class GuidedSearch:
 def _with_bounds(
     posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor | RelativePredictor
 ) -> Seen:
-    """``seen`` with trials that were stopped early, which take at least so long.
+    """Add trials that were stopped early to ``seen``, with the lower bounds of their times.
 
-    Where they were expected to take longer, that is no news; else they teach as if that were what they take.
+    If longer times were expected, they change nothing; else they count as if the bound were the time.
     """
     if not stopped:
         return seen
@@ -500,7 +499,7 @@ def _with_bounds(
 
 
 def _noise_std(trial: Trial) -> float | None:
-    """Standard deviation of the log of its step time; None where a single step says nothing of it."""
+    """Return the standard deviation of the log of its step time; None for a single step."""
     assert trial.measurement is not None
     ci95 = median(trial.measurement.counted_step_times_s, trial.measurement.step_time_resolution_s).ci95
     if ci95 is None:
@@ -509,16 +508,16 @@ def _noise_std(trial: Trial) -> float | None:
 
 
 def _peak_bytes(trial: Trial) -> int:
-    """Device memory that the fullest rank needed; 0 if its allocator reported nothing.
+    """Return the device memory that the fullest rank needed, in bytes; 0 if its allocator reported nothing.
 
-    That is not what the allocator reserved: it keeps what it can, and on a large device every trial fills it.
+    This is not the memory that the allocator reserved: it keeps what it can, and fills even a large device.
     """
     assert trial.measurement is not None
     return trial.measurement.peak_bytes if any(trial.measurement.peak_reserved_bytes) else 0
 
 
 def _usual_reason(proposal: Proposal) -> str:
-    """Before anything is known of the program's speed."""
+    """Return the reason before the program's speed is known."""
     gain, spread = 1 / proposal.time_s, math.expm1(proposal.log_std)
     return f"best by typical effects of knobs: {gain:.2f}x the baseline (± {spread:.0%})"
 
@@ -541,11 +540,11 @@ _CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diver
 """Constraint name -> outcome that violates it. Every trial for TPE sets all of them, as Optuna's samplers require."""
 
 _MAX_DRAWS = 16
-"""Draws from TPE before its last one is moved to the nearest legal candidate that was not proposed yet."""
+"""Most draws from TPE before the last one is moved to the nearest open candidate."""
 _MAX_LEARNED = 256
-"""Ended trials that TPE learns from. It tells at most 25 good ones from the rest, which are always among them."""
+"""Most ended trials that TPE learns from. TPE separates at most 25 good ones, which are always included."""
 _MAX_RANDOM_DRAWS = 256
-"""Draws from a space too large to enumerate before it counts as exhausted."""
+"""Most draws from a space too large to enumerate before it counts as exhausted."""
 
 
 class Search:
@@ -553,15 +552,16 @@ class Search:
 
     Args:
         candidates: every legal candidate, in a fixed order.
-        features: flat description of a candidate; knobs that never differ are left out of the search space.
-        sampler: ``guided`` (the cost model, corrected by what was measured), ``tpe`` (Optuna's TPE over the knobs,
+        features: flat description of a candidate; constant knobs are excluded from the search space.
+        sampler: ``guided`` (the cost model, corrected by measurements), ``tpe`` (Optuna's TPE over the knobs,
             restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
-        guide: the guided sampler; without one ``guided`` proposes as ``tpe``.
-        stop_when_converged: end when the guide expects nothing better, rather than with the budget.
-        beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then conditional TPE
-            and random draws range over the whole space; ``guided`` goes there when its guide knows nothing more.
-        custom_memory: what is known of the memory that the custom knobs take.
-        inside: what the user's program has of the knobs that are set within it.
+        guide: the guided sampler; without it, ``guided`` proposes like ``tpe``.
+        stop_when_converged: end once the guide expects nothing better, not only with the budget.
+            beyond: the space that contains ``candidates``, if it was too large to enumerate. Conditional TPE and random
+                draws
+                then cover the whole space; ``guided`` uses it once its guide has no more candidates.
+            custom_memory: known memory effects of custom knobs.
+            inside: the user program's knobs that are set within its code.
     """
 
     def __init__(
@@ -592,7 +592,7 @@ class Search:
             logger.warning("%s", beyond.message)
 
     def suggest(self, trial: int, state: SweepState) -> Suggestion | None:
-        """The candidate for trial number ``trial``; None when every legal one has been proposed or ruled out."""
+        """Return the candidate for trial number ``trial``; None once all legal ones were proposed or ruled out."""
         self._open.follow(state)
         found = None if self._guide is None else self._guide.suggest(state, self._open)
         if found is not None:
@@ -610,18 +610,18 @@ class Search:
         return self._suggest_by_tpe(state, unseen, rng)
 
     def predict(self, candidate: Candidate) -> PredictedResult | None:
-        """The prediction of a candidate before any trial; None if there is no guide or it has no prediction."""
+        """Return the prediction of a candidate before any trial; None without a guide or prediction."""
         return None if self._guide is None else self._guide.predict(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
-        """Whether the sweep should stop because nothing better is expected. Only on request."""
+        """Whether the sweep should stop because nothing better is expected. Always False unless requested."""
         if self._guide is None or not self._stop_when_converged:
             return False
         self._open.follow(state)
         return bool(self._open.open_rows.size) and self._guide.is_converged(state, self._open)
 
     def newly_pruned(self, state: SweepState) -> tuple[CandidatesPruned, ...]:
-        """Events for what trials have ruled out that no event speaks of yet, one per witness."""
+        """Return events for candidates newly ruled out by trials, one per witness."""
         return tuple(
             CandidatesPruned(at_s=state.now_s, witness=witness, rules=rules)
             for witness, rules in self._open.newly_ruled_out(state)
@@ -633,11 +633,11 @@ class Search:
 
     @functools.cached_property
     def _codes(self) -> NDArray[np.int32]:
-        """Encoded candidates, shape (candidates, knobs)."""
+        """Return the encoded candidates, shape (candidates, knobs)."""
         return self._space.codes
 
     def _row_at(self, point: tuple[int, ...]) -> int:
-        """The row of the candidate with these encoded knobs, -1 where there is none."""
+        """Return the row of the candidate with these encoded knobs; -1 if there is none."""
         rows = np.arange(len(self._open.candidates))
         for column, code in zip(self._codes.T, point, strict=True):
             rows = rows[column[rows] == code]
@@ -672,7 +672,7 @@ class Search:
         return None
 
     def _is_ruled_out(self, candidate: Candidate, state: SweepState) -> bool:
-        """Whether a trial has proven that it cannot work."""
+        """Whether a trial has ruled the candidate out."""
         alone = self._open_of((candidate,))
         alone.follow(state)
         return bool(alone.ruled_out_by[0] != NEVER)
@@ -700,7 +700,7 @@ class Search:
         return study
 
     def _tell(self, study: optuna.Study, trial: Trial, score: float) -> None:
-        """Add a trial to the study. Faults and lost gangs say nothing about the candidate; running trials repel TPE."""
+        """Add a trial to the study. Faults and lost gangs do not count against it; running trials repel TPE."""
         import optuna
 
         outcome = trial.outcome
@@ -711,7 +711,7 @@ class Search:
             idle = without_effect(trial.candidate)
             point = {name: value for name, value in point.items() if value >= 0 and name not in idle}
         if any(value < 0 for value in point.values()):
-            return  # the baseline may lie outside the space
+            return  # the baseline may be outside the space
         constraints = {name: float(isinstance(outcome, kind)) for name, kind in _CONSTRAINTS.items()}
         study.add_trial(
             optuna.trial.create_trial(
@@ -727,7 +727,7 @@ class Search:
 class _Space:
     """Knobs that differ between candidates; each choice is encoded as its index in sorted order.
 
-    A custom knob that a candidate does not set has a value of its own there.
+    A custom knob that a candidate does not set has a special value.
     """
 
     def __init__(self, columns: FeatureColumns) -> None:
@@ -740,7 +740,7 @@ class _Space:
         return tuple(self._choices)
 
     def encode(self, row: Mapping[str, Scalar]) -> dict[str, int]:
-        """Index of each knob's value; -1 for one that no candidate has."""
+        """Return the index of each knob's value; -1 for a value of no candidate."""
         return {
             name: values.index(value) if (value := row.get(name, INHERITED)) in values else -1
             for name, values in self._choices.items()
@@ -748,7 +748,7 @@ class _Space:
 
     @property
     def codes(self) -> NDArray[np.int32]:
-        """Encoded candidates, shape (candidates, knobs)."""
+        """Return the encoded candidates, shape (candidates, knobs)."""
         num = max((len(places) for _, places in self._columns.values()), default=0)
         found = np.zeros((num, len(self._choices)), dtype=np.int32, order="F")
         for column, (name, choices) in enumerate(self._choices.items()):
@@ -758,12 +758,12 @@ class _Space:
 
     @property
     def spans(self) -> dict[str, float]:
-        """Largest index distance of ordered knobs, 0 for others."""
+        """Return the largest index distance of ordered knobs, 0 for others."""
         return {n: len(values) - 1.0 if self._is_ordered(n) else 0.0 for n, values in self._choices.items()}
 
     @functools.cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Ordered choices (numbers) as integers, others as categories."""
+        """Return ordered choices (numbers) as integers, others as categories."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
         return {
@@ -774,7 +774,7 @@ class _Space:
         }
 
     def distances(self, codes: NDArray[np.int32], point: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Sum over knobs of 0..1: relative index distance for ordered knobs, equal or not for others."""
+        """Return the sum over knobs of 0..1: relative index distance for ordered knobs, equality for others."""
         total = np.zeros(len(codes))
         for column, (span, wanted) in enumerate(zip(self.spans.values(), point.tolist(), strict=True)):
             miss = np.abs(codes[:, column] - wanted)
@@ -790,15 +790,15 @@ def _sort_key(value: Scalar) -> tuple[str, Scalar]:
 
 
 def _learned_trials(state: SweepState) -> list[int]:
-    """Ended trials TPE learns from, in the order they ended: of too many the fastest ones and the latest."""
+    """Return the ended trials that TPE learns from, in order of end: of too many, the fastest and the latest."""
     ended = (n for n in state.end_order if not state.is_disqualified(n))
-    telling = [n for n in ended if _consequence(state.trials[n]) in ("objective", "constraint")]
-    if len(telling) <= _MAX_LEARNED:
-        return telling
-    scores = {n: state.objective.score(m) for n in telling if (m := state.trials[n].measurement)}
+    informative = [n for n in ended if _consequence(state.trials[n]) in ("objective", "constraint")]
+    if len(informative) <= _MAX_LEARNED:
+        return informative
+    scores = {n: state.objective.score(m) for n in informative if (m := state.trials[n].measurement)}
     fastest = sorted(scores, key=lambda n: (-scores[n], n))[: _MAX_LEARNED // 4]
-    kept = {*fastest, *telling[-3 * _MAX_LEARNED // 4 :]}
-    return [n for n in telling if n in kept]
+    kept = {*fastest, *informative[-3 * _MAX_LEARNED // 4 :]}
+    return [n for n in informative if n in kept]
 
 
 def _consequence(trial: Trial) -> str:
@@ -807,6 +807,6 @@ def _consequence(trial: Trial) -> str:
 
 
 def _num_startup_trials(state: SweepState) -> int:
-    """Random trials before TPE models anything: a third of the budget, between 4 and Optuna's default of 10."""
+    """Return the number of random trials before TPE models anything: a third of the budget, 4 to 10."""
     budget = state.sweep.budget.max_trials if state.created else None
     return max(4, min(10, (budget or 30) // 3))

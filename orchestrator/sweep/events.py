@@ -387,7 +387,7 @@ class Note:
 
     text: str = ""
     """One line; empty: only tags."""
-    tags: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
     by: str = ""
     """Who changed it last: user and host."""
     at_s: float = 0.0

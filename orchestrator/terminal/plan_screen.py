@@ -678,7 +678,7 @@ def _memory_line(found: CheckedMemory) -> str:
     parts = {
         "weights": found.weights_bytes,
         "gradients": found.gradient_bytes,
-        "optimizer states": found.optimizer_bytes,
+        "optimiser states": found.optimizer_bytes,
         "activations per sample": found.sample_bytes,
     }
     of_peak = ", ".join(f"{name} {num_bytes(size)}" for name, size in parts.items())

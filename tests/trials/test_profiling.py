@@ -350,8 +350,8 @@ def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path):
         ("layers.*", "forward", "all_gather"): layers * each,
         ("layers.*", "backward", "all_gather"): layers * each,
         ("layers.*", "backward", "reduce_scatter"): layers * each,
-        ("step", "forward", "all_gather"): each,
-        ("step", "backward", "reduce_scatter"): each,
+        **{(unit, "forward", "all_gather"): each for unit in ("tok_embeddings", "norm", "output")},
+        **{(unit, "backward", "reduce_scatter"): each for unit in ("tok_embeddings", "norm", "output")},
         ("step", "step", "all_reduce"): 1,
     }
     assert {(count.axis, count.group_size) for count in profile.collectives} == {("dp_shard", 2)}

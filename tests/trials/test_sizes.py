@@ -152,7 +152,7 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (tiny_spec(Layout(pp=2, schedule="gpipe", stage_layers=((1, 2),))), "stage_layers add up to 3 of 2 layers"),
         (tiny_spec(Layout(pp=2, schedule="gpipe")), "stage_layers has 0 chunks of 0 stages"),
         (tiny_spec(ZBV, kernels=Kernels(compile="block")), "which compiled graphs do not allow"),
-        (tiny_spec(ZBV, recompute=Recompute(full=((1, 0),))), "full has 1 chunks of 2 stages"),
+        (tiny_spec(ZBV, recompute=Recompute(full=((1, 0),))), "full has 1 chunk of 2 stages"),
         (tiny_spec(Layout(cp=3)), "seq_length 16 is not divisible by 2 x cp 3"),
         (tiny_spec(Layout(cp=4, cp_method="ulysses")), "num_kv_heads 2 is not divisible by tp 1 x cp 4"),
         (tiny_spec(Layout(tp=2, num_copies=2)), "tp_engine local or auto"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +21,7 @@ from trials.dryrun.tracker import fake_process_group
 from trials.models.built_in import projected_loss
 from trials.parallel import tensor
 from trials.parallel.mesh import build_mesh
-from trials.parallel.tensor import chunked_loss
+from trials.parallel.tensor import chunked_loss, loss_kernels
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Precision, TextData, TrialSpec, Workload
 from trials.training.loop import parallelize
 
@@ -47,14 +51,64 @@ def gradients(loss, dtype):
     return made.detach(), x.grad / 1024, weight.grad / 1024
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("num_chunks", [2, 3, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunks_give_the_loss_and_gradients_of_the_whole(num_chunks, dtype, monkeypatch):
+def test_chunks_give_the_loss_and_gradients_of_the_whole(num_chunks, dtype, backend, monkeypatch):
     monkeypatch.setattr(tensor, "PIECE_ELEMENTS", 500)
-    chunked = gradients(functools.partial(chunked_loss, num_chunks=num_chunks, group=None), dtype)
+    torch._dynamo.reset()
+    by = loss_kernels(backend)
+    chunked = gradients(functools.partial(chunked_loss, num_chunks=num_chunks, group=None, by=by), dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     for value, wanted in zip(chunked, gradients(projected_loss, dtype), strict=True):
         assert float((value - wanted).abs().max() / wanted.abs().max()) < tolerance
+
+
+def compiled_graphs(spec):
+    """Code of all graphs, forward and backward, that one pass of the first rank compiles."""
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    layout, cpu = spec.candidate.layout, torch.device("cpu")
+    with fake_process_group(0, layout.world_size), registered_backend(keep):
+        (part,) = parallelize(spec, build_mesh(layout, cpu), cpu, stage=0)
+        tokens = torch.zeros(1, spec.workload.seq_length, dtype=torch.long)
+        part.module(tokens, **part.with_targets(tokens)).backward()
+    return graphs
+
+
+@contextlib.contextmanager
+def registered_backend(keep):
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    torch._dynamo.register_backend(backend, name="kept")
+    try:
+        yield
+    finally:
+        torch._dynamo.backends.registry._COMPILER_FNS.pop("kept")
+        loss_kernels.cache_clear()
+
+
+@pytest.mark.representative("1-whole", "8-local")
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2, tp_engine="local"), Layout(tp=2, tp_engine="dtensor")],
+    ids=["whole", "local", "dtensor"],
+)
+@pytest.mark.parametrize("loss_chunks", [1, 8])
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it does itself while tracing
+def test_head_and_loss_are_compiled_with_the_blocks(layout, loss_chunks):
+    """The exponentials of the loss are inside of graphs, those of the forward and of the backward pass."""
+    spec = trial(layout, loss_chunks=loss_chunks, level="O2")
+    kernels = Kernels(loss_chunks=loss_chunks, compile="block", backend="kept")
+    workload = dataclasses.replace(WORKLOAD, seq_length=64)
+    candidate = dataclasses.replace(spec.candidate, kernels=kernels)
+    graphs = compiled_graphs(dataclasses.replace(spec, workload=workload, candidate=candidate))
+    of_loss = [graph for graph in graphs if re.search(r"aten\.(exp\.|logsumexp|_log_softmax)", graph)]
+    assert len(of_loss) == 2, graphs
 
 
 def test_many_chunks_round_the_gradient_of_the_head_as_little_as_the_whole():

@@ -1,1 +1,1 @@
-"""Kinds of devices, and the one place where they differ: all other code asks here. ``kinds`` needs no torch."""
+"""Kinds of devices and all differences between them; other code calls this package. ``kinds`` does not need torch."""

@@ -1,8 +1,8 @@
-"""The device of a process, whatever its kind: choosing it, waiting for it, its clocks, streams and names.
+"""The device of a process, of any kind: choosing it, waiting for it, its clocks, streams and names.
 
-``torch.accelerator`` tells which kind there is; all else is asked of the device's own module (:func:`module_of`), which
-those who add a device to torch all provide under the same names, as they do not yet all of ``torch.accelerator``.
-Everything takes the CPU too, for which there is nothing to choose or wait for.
+``torch.accelerator`` identifies the kind; everything else uses the device's module (:func:`module_of`). All packages
+that add a device to torch provide that module's functions, but not yet all of ``torch.accelerator``. All functions also
+accept the CPU, which needs no choice and no waiting.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from trials.accelerator.kinds import FAMILIES, DeviceKind, Family, family_of
 
 
 class DeviceUnavailableError(RuntimeError):
-    """This process cannot compute on the kind of device that its trial asks for: the node's fault, not the trial's."""
+    """This process cannot compute on the trial's kind of device: the node's fault, not the trial's."""
 
 
 class Mark(Protocol):
-    """A moment on the device's clock, once the device has come to it."""
+    """A moment on the device's clock, defined when the device has reached it."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to ``end``, when the device has come to both."""
+        """Return milliseconds from here to ``end``, after the device has reached both."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come here."""
+        """Wait until the device has reached it."""
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether ranks compute on the processor: its work is done when a call returns, its memory is the host's."""
+    """Whether ranks compute on the processor: its work is done when a call returns, and its memory is the host's."""
     return device.type == "cpu"
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """The kind of a device of this process; a build of torch for ROCm calls its devices ``cuda``."""
+    """Return the kind of this process's device; ROCm builds of torch call their devices ``cuda``."""
     if device.type == "cuda" and torch.version.hip is not None:
         return "rocm"
     return family_of(device.type).kind
 
 
 def installed_kind() -> DeviceKind:
-    """The kind of device that torch finds in this process; the CPU where it finds none.
+    """Return the kind of device that torch finds in this process; the CPU if none.
 
-    Packages that add a device to torch are imported where they are installed.
+    Installed packages that add a device to torch are imported.
     """
     for family in FAMILIES.values():
         if family.package:
@@ -63,10 +63,10 @@ def installed_kind() -> DeviceKind:
 
 
 def open_device(kind: str, index: int) -> torch.device:
-    """The device of this kind that is number ``index`` among those the process sees, made its current one.
+    """Return visible device number ``index`` of this kind, and make it the current one.
 
     Raises:
-        DeviceUnavailableError: torch does not support the kind, or sees no such device. Says which, and what to do.
+        DeviceUnavailableError: torch does not support the kind, or sees no such device; the message has the remedy.
     """
     family = family_of(kind)
     if family.kind == "cpu":
@@ -89,7 +89,7 @@ def open_device(kind: str, index: int) -> torch.device:
 
 
 def _require_support(kind: str, family: Family) -> None:
-    """Whether this torch can compute on such devices at all."""
+    """Raise if this torch does not support such devices."""
     if family.package:
         try:
             importlib.import_module(family.package)
@@ -111,29 +111,29 @@ def _require_support(kind: str, family: Family) -> None:
 
 
 def module_of(device: torch.device) -> Any:
-    """What torch keeps for this type of device: ``torch.cuda``, ``torch.xpu``, ``torch.npu`` or ``torch.cpu``."""
+    """Return torch's module for this type of device: ``torch.cuda``, ``torch.xpu``, ``torch.npu`` or ``torch.cpu``."""
     return torch.get_device_module(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; the CPU always has."""
+    """Wait until the device has finished all its work; the CPU always has."""
     if not is_host(device):
         module_of(device).synchronize(device)
 
 
 def collectives_of(device: torch.device) -> str:
-    """The backend of process groups over such devices."""
+    """Return the backend of process groups over such devices."""
     return family_of(device.type).collectives
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Number format for sums over many elements, and over the gang: the widest that the device's kind takes."""
+    """Return the number format for large sums: the widest that this kind of device supports, also in collectives."""
     found: torch.dtype = getattr(torch, family_of(device.type).widest)
     return found
 
 
 class _HostMark:
-    """A moment on the host's clock, at which the CPU has done all that came before."""
+    """A moment on the host's clock, when the CPU has finished all previous work."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
@@ -142,11 +142,11 @@ class _HostMark:
         return (end._at_s - self._at_s) * 1e3
 
     def synchronize(self) -> None:
-        """The CPU is always there."""
+        """Return at once: the CPU has finished."""
 
 
 def mark(device: torch.device) -> Mark:
-    """A mark behind all that the current stream of the device was given; on the CPU the host's clock now."""
+    """Put a mark after all work on the device's current stream; on the CPU, read the host's clock."""
     if is_host(device):
         return _HostMark()
     event: Mark = module_of(device).Event(enable_timing=True)
@@ -155,35 +155,35 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Seconds from one mark to another that the device has come to."""
+    """Return seconds between two marks that the device has reached."""
     return start.elapsed_time(end) / 1e3
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """A queue of work beside the current one; None on the CPU, which has none."""
+    """Create a stream; None on the CPU, which has none."""
     return None if is_host(device) else module_of(device).Stream(device=device)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The queue that work is given to now; None on the CPU."""
+    """Return the current stream; None on the CPU."""
     return None if is_host(device) else module_of(device).current_stream(device)
 
 
 def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    """Give work to ``stream`` inside; to the current one if it is None."""
+    """Use ``stream`` in the body; the current one if it is None."""
     return contextlib.nullcontext() if stream is None else module_of(stream.device).stream(stream)
 
 
 def device_name(device: torch.device) -> str:
-    """What the hardware calls itself; "cpu" for the CPU."""
+    """Return the hardware's name for itself; "cpu" for the CPU."""
     return "cpu" if is_host(device) else str(module_of(device).get_device_name(device))
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """What tells the device from all others, as its tools print it; None where torch does not know.
+    """Return the device's unique id, as its tools print it; None if torch does not have it.
 
-    Of a slice of a GPU (MIG) it is the slice's name among the devices that the process may see: torch gives digits, and
-    whose they are, the device's model says.
+    For a slice of a GPU (MIG), it is the slice's name in the list of visible devices, if present. torch returns bare
+    digits; the device's name shows whether they are a GPU's or a slice's.
     """
     if is_host(device):
         return None
@@ -200,13 +200,13 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 def is_started(module: Any) -> bool:
-    """Whether this process has used devices of the module of torch."""
+    """Whether this process has used devices of this torch module."""
     is_initialized = getattr(module, "is_initialized", None)
     return bool(is_initialized is not None and is_initialized())
 
 
 def current_device() -> torch.device | None:
-    """The device that this process computes on; None where it has used none."""
+    """Return the device that this process computes on; None if it has used none."""
     for name in dict.fromkeys(family.torch_device for family in FAMILIES.values() if family.kind != "cpu"):
         module = getattr(torch, name, None)
         if module is not None and is_started(module):
@@ -215,7 +215,7 @@ def current_device() -> torch.device | None:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """CUDA's compute capability; None on other kinds of devices, which have no such number."""
+    """Return the CUDA compute capability; None on other kinds of devices."""
     if kind_of(device) != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -223,48 +223,47 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def architecture(device: torch.device) -> str:
-    """What ROCm calls the device's architecture, like ``gfx942``; empty on other kinds of devices."""
+    """Return ROCm's name of the architecture, such as ``gfx942``; empty on other kinds of devices."""
     return str(getattr(module_of(device).get_device_properties(device), "gcnArchName", ""))
 
 
 def has_cudnn(device: torch.device) -> bool:
-    """Whether convolutions there are cuDNN's, or on ROCm what stands in for it."""
+    """Whether convolutions use cuDNN or, on ROCm, its equivalent."""
     return device.type == "cuda" and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def profiler_activity(device: torch.device) -> ProfilerActivity | None:
-    """What torch's profiler calls the work of such devices; None for the CPU, whose work it always records."""
+    """Return the activity of torch's profiler for such devices; None for the CPU, which it always records."""
     name = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type, "PrivateUse1")
     return None if is_host(device) else getattr(ProfilerActivity, name)
 
 
-# Memory of a device as its allocator and its driver count it. For the CPU, which has no such allocator, see
+# Memory of a device as counted by its allocator and its driver. For the CPU, which has no such allocator, see
 # :mod:`trials.training.measure`.
 #
-# Asked of the device's module rather than of ``torch.accelerator``: those who add a device to torch all have its
-# names.
+# These use the device's module instead of ``torch.accelerator``, because all packages that add a device provide it.
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeaks:
-    """Bytes at most allocated and reserved over some time."""
+    """Largest allocated and reserved bytes over some time."""
 
     allocated: int = 0
     reserved: int = 0
 
     def __or__(self, other: MemoryPeaks) -> MemoryPeaks:
-        """Those over both times."""
+        """Peaks over both times."""
         return MemoryPeaks(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
 
 
 def allocator_peaks(device: torch.device) -> MemoryPeaks:
-    """What torch's caching allocator handed out and what it held at most, since the last reset."""
+    """Return the peaks of allocated and reserved memory since the last reset."""
     module = module_of(device)
     return MemoryPeaks(int(module.max_memory_allocated(device)), int(module.max_memory_reserved(device)))
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Let peaks be what is in use now."""
+    """Reset the peaks to the memory in use now."""
     module_of(device).reset_peak_memory_stats(device)
 
 
@@ -274,26 +273,26 @@ def release_cached(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """What the driver says is free on the device, whoever uses the rest, and all that it has."""
+    """Return the driver's free and total bytes of the device, over all processes."""
     free, total = module_of(device).mem_get_info(device)
     return int(free), int(total)
 
 
 def limit_allocator(device: torch.device, limit_bytes: int) -> None:
-    """Have the allocator fail as out of memory beyond ``limit_bytes``; what lies outside of it is not bounded."""
+    """Make the allocator fail as out of memory beyond ``limit_bytes``; memory outside of it is not limited."""
     module = module_of(device)
     total_bytes = int(module.get_device_properties(device).total_memory)
     module.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
 
 
 def record_history(device: torch.device) -> None:
-    """Have the allocator remember every allocation with the place in the code, as far as the device's allocator can."""
+    """Record every allocation with its place in the code, if the device's allocator supports that."""
     if (recorder := _recorder(device)) is not None:
         recorder._record_memory_history()
 
 
 def write_history(device: torch.device, path: Path) -> bool:
-    """Write what was remembered for PyTorch's memory viewer, and remember no more; whether there was anything."""
+    """Write the records for PyTorch's memory viewer and stop recording; return whether there were any."""
     if (recorder := _recorder(device)) is None:
         return False
     recorder._dump_snapshot(str(path))

@@ -1,4 +1,4 @@
-"""The kinds of devices that ranks compute on, and by what names their software knows them. Standard library only."""
+"""The kinds of devices that ranks compute on, and their names in software. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
-"""``cuda`` and ``rocm`` are both torch's device ``cuda``, with tools and variables of their own; ``npu`` is Huawei's
+"""``cuda`` and ``rocm`` are both torch's device ``cuda``, with different tools and variables; ``npu`` is Huawei's
 Ascend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one kind of device is found, chosen and talked to."""
+    """How to find, choose and use one kind of device."""
 
     kind: DeviceKind
     torch_device: str
     """Type of torch.device."""
     package: str
-    """Package whose import adds the device to torch; empty where torch has it."""
+    """Package whose import adds the device to torch; empty if torch includes it."""
     collectives: str
     """Backend of process groups."""
     visible_variable: str
-    """Environment variable that lists the devices a process may see; empty for the CPU."""
+    """Environment variable that lists a process's visible devices; empty for the CPU."""
     order_variables: Mapping[str, str]
-    """Environment variables that make the numbers of devices mean the same to all tools."""
+    """Environment variables that give devices the same numbers in all tools."""
     ray_resource: str
-    """Name of the resource by which Ray counts the devices."""
+    """Name of Ray's resource for the devices."""
     query_tool: str
     """Program that lists devices and their memory; empty for the CPU."""
     visible_otherwise: str = ""
-    """Variable that lists them for the kind's software where ``visible_variable`` is not set; empty for none."""
+    """Variable that the kind's software reads if ``visible_variable`` is not set; empty for none."""
     empty_hides: bool = True
-    """Whether an empty value of these variables hides all devices; elsewhere it limits nothing."""
+    """Whether an empty value of these variables hides all devices; otherwise it limits nothing."""
     widest: Literal["float64", "float32"] = "float64"
-    """The widest float that all of its devices compute in and its collectives send."""
+    """The widest float that all its devices can compute in and send in collectives."""
 
 
 FAMILIES: Mapping[DeviceKind, Family] = {
@@ -60,7 +60,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             package="",
             collectives="nccl",
             visible_variable="CUDA_VISIBLE_DEVICES",
-            # CUDA's own order puts the fastest first, nvidia-smi's follows the bus: one index must mean one device.
+            # CUDA's default order puts the fastest first, nvidia-smi's follows the bus; an index must mean one device.
             order_variables={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             ray_resource="GPU",
             query_tool="nvidia-smi",
@@ -69,13 +69,13 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             kind="rocm",
             torch_device="cuda",
             package="",
-            collectives="nccl",  # RCCL goes by this name
+            collectives="nccl",  # RCCL uses this name
             visible_variable="HIP_VISIBLE_DEVICES",
             order_variables={},
             ray_resource="GPU",
             query_tool="rocm-smi",
             visible_otherwise="CUDA_VISIBLE_DEVICES",
-            empty_hides=False,  # ROCclr takes an empty list for none, and asks the other variable
+            empty_hides=False,  # ROCclr treats an empty list as unset, and reads the other variable
         ),
         Family(
             kind="xpu",
@@ -83,12 +83,12 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             package="",
             collectives="xccl",
             visible_variable="ZE_AFFINITY_MASK",
-            # Each tile of a card is a device, numbered through all cards; otherwise the mask would number cards.
+            # Each tile of a card is a device, numbered over all cards; otherwise the mask would number cards.
             order_variables={"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"},
             ray_resource="GPU",
             query_tool="xpu-smi",
             empty_hides=False,
-            widest="float32",  # only the devices of data centres have more
+            widest="float32",  # only data-centre devices support more
         ),
         Family(
             kind="npu",
@@ -99,17 +99,17 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             order_variables={},
             ray_resource="NPU",
             query_tool="npu-smi",
-            widest="float32",  # HCCL reduces no 64-bit floats
+            widest="float32",  # HCCL cannot reduce 64-bit floats
         ),
     )
 }
 
 
 def family_of(kind: str) -> Family:
-    """The family of a device kind, or of a type of torch.device.
+    """Return the family of a device kind or of a type of torch.device.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: the name is unknown.
     """
     for family in FAMILIES.values():
         if kind in (family.kind, family.torch_device):
@@ -121,35 +121,35 @@ _HIDDEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "-1",  # an empty value would hide nothing
     "ASCEND_RT_VISIBLE_DEVICES": "",
-    "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # as no ZE_AFFINITY_MASK does
+    "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # no value of ZE_AFFINITY_MASK does that
 }
 
 
 def without_devices(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that computes on no accelerator: none is started, no memory of one taken."""
+    """Return the environment for a process that must not start any accelerator or use its memory."""
     return {**environment, **_HIDDEN}
 
 
 # Clocks, temperature, power and memory errors of a device during a measurement, from NVML.
 #
-# A thread queries it twice a second, so steps do not wait. If the package or the driver is missing or does not respond,
-# these values are unknown, which is not an error. So they are on devices of other makers, whose interfaces are not
-# queried. Standard library only; the package ``nvidia-ml-py`` is imported when watching is prepared.
+# A thread samples it twice a second, so steps do not wait. If the package or the driver is missing or does not respond,
+# these values are unknown, which is not an error. They are also unknown on other makers' devices. Standard library
+# only; the package ``nvidia-ml-py`` is imported by :meth:`HealthWatch.prepare`.
 
 
 PERIOD_S = 0.5
 """Seconds between two samples."""
 MAX_SAMPLES = 4096
-"""Most samples that are kept: half an hour of them."""
+"""Most samples to keep: half an hour of them."""
 _PATIENCE_S = 2.0
-"""How long the last sample is waited for: a driver in trouble may take for ever."""
+"""Time limit for the last sample, in seconds: a faulty driver may block for ever."""
 POWER_CAP = 0x04
 """NVML's bit for clocks lowered by the software power cap (nvml.h, nvmlClocksThrottleReasonSwPowerCap)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSample:
-    """A device at one moment; None for what it does not tell."""
+    """State of a device at one moment; None for unknown values."""
 
     sm_clock_mhz: int | None = None
     """Clock of the multiprocessors."""
@@ -161,12 +161,12 @@ class HealthSample:
     power_w: float | None = None
     power_limit_w: float | None = None
     corrected_errors: int | None = None
-    """Errors of the memory that ECC has corrected since the driver was loaded."""
+    """Memory errors corrected by ECC since the driver was loaded."""
     uncorrected_errors: int | None = None
 
 
 class HealthWatch:
-    """Samples one device, by its UUID, from :meth:`begin` to :meth:`end`; nothing without a UUID."""
+    """Samples one device, by its UUID, from :meth:`begin` to :meth:`end`; does nothing without a UUID."""
 
     def __init__(self, uuid: str | None, period_s: float = PERIOD_S) -> None:
         self._uuid = uuid
@@ -177,18 +177,18 @@ class HealthWatch:
         self._samples: list[HealthSample] = []
 
     def prepare(self) -> None:
-        """Import the package and start NVML, which take longer than a step may; only the first call counts."""
+        """Import the package and start NVML, which may take longer than a step; only the first call counts."""
         if self._thread is None and self._uuid is not None:
             self._thread = threading.Thread(target=self._watch, name="device-health", daemon=True)
             self._thread.start()
 
     def begin(self) -> None:
-        """Start to sample."""
+        """Start sampling."""
         self.prepare()
         self._may_sample.set()
 
     def end(self) -> tuple[HealthSample, ...]:
-        """Stop, and what was seen."""
+        """Stop sampling; return the samples."""
         has_begun = self._may_sample.is_set()
         self._over.set()
         self._may_sample.set()
@@ -212,7 +212,7 @@ class HealthWatch:
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """The device that NVML tells clocks of: of a MIG slice, the one it is a part of."""
+    """Return the NVML device that has clocks: for a MIG slice, the device that contains it."""
     found = nvml.nvmlDeviceGetHandleByUUID(uuid)
     if uuid.startswith("MIG-"):
         return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(found)
@@ -220,7 +220,7 @@ def _handle(nvml: Any, uuid: str) -> Any:
 
 
 def sample(nvml: Any, device: Any) -> HealthSample:
-    """What the device tells now; each figure that it refuses is left out."""
+    """Read the device's state; figures that it does not support are left out."""
 
     def query(function: str, *arguments: Any) -> Any:
         with contextlib.suppress(nvml.NVMLError, AttributeError):

@@ -1,8 +1,8 @@
-"""Simulates a batch of ranks, each in a forked child: requests as JSON on stdin, one line of JSON per reply on stdout.
+"""Simulation of a batch of ranks, each in a forked child: JSON requests on stdin, one JSON reply per line on stdout.
 
-stdin holds ``{"requests": [...], "timeout_s": s, "max_children": n}``; a line of stdout, written as a simulation ends,
-is ``{"index": i, "reply": {...}}``. torch is imported once. Each child patches its own copy of it, and an abort ends
-that child alone.
+stdin is ``{"requests": [...], "timeout_s": s, "max_children": n}``. When a simulation ends, it writes the line
+``{"index": i, "reply": {...}}`` on stdout. torch is imported only once. Each child patches its own copy, and an abort
+ends only that child.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Work = Callable[[DryRunRequest], RankRun]
 
 
 def main() -> None:
-    """Read the requests, answer them all."""
-    gc.disable()  # what is imported stays
+    """Read the requests and answer all of them."""
+    gc.disable()  # imported modules stay alive
     body = json.load(sys.stdin)
     requests: list[DryRunRequest] = [from_json(DryRunRequest, item) for item in body["requests"]]
-    # What torch prints while it is patched is no reply.
+    # Output that torch prints while being patched must not mix with replies.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # As an exception it ends the children too.
+    # Raised as an exception, so that the children end too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     import torch
 
     from trials.dryrun.simulate import simulate
 
     torch.set_num_threads(1)
-    gc.freeze()  # torch's own objects are many; no collection in a child need look at them
+    gc.freeze()  # torch has many objects, which collections in children can skip
     gc.enable()
     replies = run_children(requests, simulate, timeout_s=body["timeout_s"], max_children=body["max_children"])
     for index, reply in replies:
@@ -51,7 +51,7 @@ def main() -> None:
 def run_children(
     requests: Sequence[DryRunRequest], work: Work, *, timeout_s: float, max_children: int
 ) -> Iterator[tuple[int, Reply]]:
-    """Do every request in a child of its own, ``max_children`` at a time; yields its index and reply as they end.
+    """Run every request in a separate child, ``max_children`` at a time; yield index and reply as they end.
 
     A child that runs longer than ``timeout_s`` is killed, as are all when the iterator is closed.
     """
@@ -85,7 +85,7 @@ class _Child:
     timed_out: bool = False
 
     def read(self) -> bool:
-        """Take in what the child has written; False at its end."""
+        """Read what the child has written; return False at its end."""
         piece = os.read(self.pipe, 1 << 16)
         self.text += piece
         return bool(piece)
@@ -120,9 +120,9 @@ def _start(index: int, request: DryRunRequest, work: Work, timeout_s: float) -> 
 
 
 def _run(request: DryRunRequest, work: Work, pipe: int) -> None:
-    """The child's life. It leaves without the parent's exit handlers."""
+    """Run the simulation in the child; exit without the parent's exit handlers."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    warnings.simplefilter("ignore")  # of things that do not happen here
+    warnings.simplefilter("ignore")  # they concern things that a simulation does not do
     try:
         reply = Reply(run=work(request))
     except BaseException as error:
@@ -137,7 +137,7 @@ def _run(request: DryRunRequest, work: Work, pipe: int) -> None:
 
 
 def _ended(selector: selectors.BaseSelector, children: list[_Child]) -> list[_Child]:
-    """Wait until a child says something or is late; those that are through."""
+    """Wait until a child writes or is late; return the children that are finished."""
     now_s = time.monotonic()
     ended = []
     for key, _ in selector.select(max(0.0, min(child.deadline_s for child in children) - now_s)):

@@ -1,4 +1,4 @@
-"""Requests to simulate a rank and the replies, which cross process boundaries as JSON. Standard library only."""
+"""Requests to simulate a rank and their replies, as JSON between processes. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from trials.spec import Layout, TrialSpec
 
 VERSION = 6
-"""Version of the simulation; results of other versions are not comparable."""
+"""Version of the simulation; results of different versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
 CATEGORIES: tuple[Category, ...] = (
@@ -21,21 +21,21 @@ CATEGORIES: tuple[Category, ...] = (
     "communication",
     "input",
 )
-"""Categories of live memory. ``param`` counts buffers too, ``optimizer`` fp32 masters; ``activation`` is what the
-forward pass leaves, ``temporary`` what the backward pass and the optimiser allocate on the way; ``communication`` holds
-gathered parameters, buckets and buffers of collectives."""
+"""Categories of live memory. ``param`` includes buffers; ``optimizer`` includes fp32 masters; ``activation`` is what
+the forward pass keeps; ``temporary`` is allocated during the backward pass and the optimiser step; ``communication``
+holds gathered parameters, buckets and buffers of collectives."""
 
 BUILD = "build/0/"
-"""The place of a peak from before the first step."""
+"""Place of a peak before the first step."""
 
 Mode = Literal["accelerator", "cpu"]
-"""``accelerator``: memory behaviour of CUDA kernels and of its caching allocator's rounding. ``cpu``: exactly what the
-CPU kernels do, to be compared with real runs there."""
+"""``accelerator``: memory behaviour of CUDA kernels, with the rounding of its caching allocator. ``cpu``: exactly that
+of CPU kernels, for comparison with real runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunRequest:
-    """Simulate ``rank`` of the trial's world."""
+    """Request to simulate ``rank`` in the trial's world."""
 
     spec: TrialSpec
     rank: int
@@ -44,7 +44,7 @@ class DryRunRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Largest sum of live memory while the rank was at one place of the step."""
+    """Largest total of live memory while the rank was at one place of the step."""
 
     total_bytes: int
     by_category: Mapping[str, int]
@@ -54,7 +54,7 @@ class Peak:
 class Traffic:
     """Collectives of one type, of one rank in one step.
 
-    The bytes of a call are those of its larger side on this rank: the output of a gather, the input of a scatter.
+    A call counts the bytes of its larger side on this rank: the output of a gather, the input of a scatter.
     """
 
     num_calls: int
@@ -62,19 +62,19 @@ class Traffic:
 
 
 PassKind = Literal["forward", "backward", "input", "weights"]
-"""A backward pass may go through in one, or gradients of its input first and those of weights later."""
+"""A backward pass is either one pass, or computes the input's gradients first and those of weights later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRun:
-    """One micro-batch going one way through a chunk of layers, and what follows until the next pass begins."""
+    """One micro-batch passing through a chunk of layers in one direction, and what follows until the next pass."""
 
     kind: PassKind
     chunk: int
     live: Mapping[str, int]
-    """Bytes on the device as it begins, by category."""
+    """Bytes on the device when it begins, by category."""
     host_bytes: int
-    """Bytes of the host's memory as it begins."""
+    """Bytes of host memory when it begins."""
     peak_host_bytes: int
     flops: Mapping[str, int]
     collectives: Mapping[str, Traffic]
@@ -82,24 +82,24 @@ class PassRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRun:
-    """What a simulated step of one rank in steady state takes."""
+    """Costs of a simulated step of one rank in steady state."""
 
     rank: int
     num_parameters: int
     """Elements stored on this rank."""
     peaks: Mapping[str, Peak]
     """Peaks by place of the step, ``phase/pass/where``: ``backward/3/0.1 first+0`` is the step's third pass, in chunk
-    0, in its second run of equal layers, in the first of those. Before the first pass it is pass 0. :data:`BUILD` is
-    what building the rank took."""
+    0, in its second run of equal layers, in the first of those layers. Before the first pass it is pass 0.
+    :data:`BUILD` is the peak while the rank was built."""
     flops: Mapping[str, int]
     """FLOPs by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
     passes: tuple[PassRun, ...] = ()
-    """Those of the step, in their order."""
+    """Passes of the step, in order."""
     host_bytes: int = 0
-    """Peak of what waits in the host's memory."""
+    """Peak of offloaded data in host memory."""
     cpu_s: float = 0.0
-    """CPU seconds the simulation took."""
+    """CPU seconds of the simulation."""
 
     @property
     def peak_bytes(self) -> int:
@@ -108,7 +108,7 @@ class RankRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailure:
-    """A simulation that did not get through."""
+    """A simulation that did not finish."""
 
     reason: Literal["infeasible", "error", "timeout", "died"]
     message: str
@@ -116,53 +116,53 @@ class RunFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Answer to a :class:`DryRunRequest`: exactly one of the two."""
+    """Reply to a :class:`DryRunRequest`; exactly one field is set."""
 
     run: RankRun | None = None
     failure: RunFailure | None = None
 
 
-# Estimates: memory, FLOPs and collectives that a dry run counted for a candidate. Standard library only.
+# Estimates: memory, FLOPs and collectives of a candidate, as counted by a dry run.
 
 
 FRAGMENTATION = 0.05
-"""Share of its live memory that an allocator holds beyond it. See docs/dry-run.md for where the figure comes from."""
+"""Memory that an allocator holds beyond live memory, as a fraction of it. See docs/dry-run.md for the source."""
 
 HOST_FRAGMENTATION = 0.1
-"""Share of what a rank has in its host's memory that is locked beyond it: what is left of slabs
-(:mod:`trials.offload`), under 9% for decoders of 16 layers and more."""
+"""Locked host memory beyond what a rank uses, as a fraction of it: unused parts of slabs (:mod:`trials.offload`), under
+9% for decoders of 16 layers and more."""
 
 CUDA_CONTEXT_BYTES = 512 << 20
-"""Device memory of a process without its tensors: the context, torch's kernels, cuBLAS's handles. An assumption: some
-hundred MiB, by device and by torch's build."""
+"""Device memory of a process without its tensors: context, torch's kernels, cuBLAS's handles. An assumption: some
+hundred MiB, depending on the device and on torch's build."""
 COMMUNICATOR_BYTES = 200_000_000
 """Buffers of one communicator: HCCL keeps 200 MB for each direction by default (HCCL_BUFFSIZE), NCCL 4 MiB for each
 direction and peer of some 20 channels (NCCL_BUFFSIZE)."""
 
 
 def num_communicators(layout: Layout) -> int:
-    """About how many communicators a rank has: the gang's, and one of every axis along which ranks communicate."""
+    """Estimate a rank's communicators: the gang's, and one for every axis along which ranks communicate."""
     degrees = (layout.dp, layout.tp, layout.cp, layout.pp, layout.world_size)
     return sum(degree > 1 for degree in degrees)
 
 
 def context_bytes(layout: Layout) -> int:
-    """Device memory that a rank of this layout takes in addition to its tensors."""
+    """Return the device memory of a rank of this layout in addition to its tensors."""
     return CUDA_CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators(layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """Estimate for one rank of a pipeline stage; its peers on the other mesh axes are alike."""
+    """Estimate for one rank of a pipeline stage; its peers on the other mesh axes are equal."""
 
     stage: int
     rank: int
     peak_bytes: int
-    """Largest sum of live tensors on the device, be it while the rank is built or in a step."""
+    """Largest total of live tensors on the device, while the rank is built or in a step."""
     peak_by_category: Mapping[str, int]
-    """Bytes by category at the moment of the peak; the sum is ``peak_bytes``."""
+    """Bytes by category at the peak; the sum is ``peak_bytes``."""
     peak_phase: str
-    """When the peak came: ``build``, or the step's phase ``forward``, ``backward``, ``other`` or ``optimizer``."""
+    """Time of the peak: ``build``, or the step's phase ``forward``, ``backward``, ``other`` or ``optimizer``."""
     flops: Mapping[str, int]
     """FLOPs per step, by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic]
@@ -170,11 +170,11 @@ class StageEstimate:
     num_parameters: int
     """Elements stored on the rank."""
     host_bytes: int = 0
-    """Peak of what the rank has in its host's memory: activations, states of the optimiser."""
+    """Peak of the rank's host memory: activations, optimiser states."""
 
     @classmethod
     def of_run(cls, stage: int, run: RankRun) -> StageEstimate:
-        """Estimate from a simulated rank: its peak is the largest over building it and all places of a step."""
+        """Estimate from a simulated rank; the peak is the largest over building it and all places of a step."""
         place, peak = max(run.peaks.items(), key=lambda item: item[1].total_bytes)
         return cls(
             stage=stage,
@@ -189,35 +189,35 @@ class StageEstimate:
         )
 
     def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
-        """Device memory to set aside for the rank: the peak, what the allocator wastes, what is no tensor's."""
+        """Return the device memory to reserve for the rank: peak, allocator overhead, and memory outside of tensors."""
         return round(self.peak_bytes * (1.0 + fragmentation)) + context_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunEstimate:
-    """The estimate for a candidate, one entry per pipeline stage."""
+    """Estimate for a candidate, one entry per pipeline stage."""
 
     stages: tuple[StageEstimate, ...]
     source: Literal["dryrun"] = "dryrun"
     extrapolated: bool = False
-    """Whether stages were computed from smaller models instead of being run through in full."""
+    """Whether stages were extrapolated from smaller models instead of simulated in full."""
     cpu_s: float = 0.0
-    """CPU seconds that the simulations took."""
+    """CPU seconds of the simulations."""
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the stage that needs most."""
+        """Peak of the largest stage."""
         return max(stage.peak_bytes for stage in self.stages)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a rank of the stage that needs most."""
+        """Host memory of a rank of the largest stage."""
         return max(stage.host_bytes for stage in self.stages)
 
     def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
-        """Device memory to set aside for the stage that needs most; see :meth:`StageEstimate.needed_bytes`."""
+        """Return the device memory to reserve for the largest stage, see :meth:`StageEstimate.needed_bytes`."""
         return max(stage.needed_bytes(fragmentation, context_bytes) for stage in self.stages)
 
     def fits(self, limit_bytes: int, fragmentation: float, context_bytes: int) -> bool:
-        """Whether every stage stays within ``limit_bytes`` of device memory."""
+        """Whether every stage fits in ``limit_bytes`` of device memory."""
         return self.needed_bytes(fragmentation, context_bytes) <= limit_bytes

@@ -1,4 +1,4 @@
-"""Takes note of every forward and backward pass of a simulated step: what is live as it begins, what work follows."""
+"""Simulation of a rank; records live memory at the start of every forward and backward pass, and the work after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trials.training.loop import ModelPart, Pipeline, Stage, Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """The tracker's counts as a pass begins."""
+    """The tracker's counts when a pass begins."""
 
     kind: PassKind
     chunk: int
@@ -54,7 +54,7 @@ class PassLog:
         self._tracker = tracker
         self._moments: list[_Moment] = []
         self._host_peaks: list[int] = []
-        """Those of passes that are over."""
+        """Peaks of finished passes."""
 
     def watch(self, stages: list[Stage]) -> None:
         """Log the passes of a pipeline's stages."""
@@ -67,7 +67,7 @@ class PassLog:
                 setattr(stage, name, function(chunk, getattr(stage, name)))
 
     def begin(self, kind: PassKind, chunk: int) -> None:
-        """Note that a pass begins, and with that the one before is over."""
+        """Record that a pass begins, which ends the previous one."""
         tracker = self._tracker
         if self._moments:
             self._host_peaks.append(tracker.peak_host_bytes)
@@ -84,11 +84,11 @@ class PassLog:
         tracker.begin_pass()
 
     def count(self, kind: PassKind) -> int:
-        """How many passes of that kind have begun."""
+        """Return how many passes of this kind have begun."""
         return sum(moment.kind == kind for moment in self._moments)
 
     def runs(self) -> tuple[PassRun, ...]:
-        """All passes, once the step is over."""
+        """Return all passes after the end of the step."""
         ends = [(moment.flops, moment.tally) for moment in self._moments[1:]]
         ends.append((Counter(self._tracker.flops), self._tracker.tally()))
         peaks = [*self._host_peaks, self._tracker.peak_host_bytes]
@@ -132,7 +132,7 @@ def _traffic(counter: TrafficCounter) -> dict[str, Traffic]:
     return {name: Traffic(num_calls=counter[name, "calls"], num_bytes=counter[name, "bytes"]) for name in names}
 
 
-# Lets pipeline schedules run on one rank alone: shapes at stage boundaries are set, not requested from the neighbours.
+# Pipeline schedules with one rank alone: shapes at stage boundaries are set, not requested from the neighbours.
 
 
 with warnings.catch_warnings():
@@ -141,14 +141,14 @@ with warnings.catch_warnings():
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 _VOTES = hasattr(_PipelineSchedule, "_warmup_p2p")
-"""Whether stages agree on what is known of shapes before the first step, as they do since torch 2.12."""
+"""Whether stages vote on known shapes before the first step, as since torch 2.12."""
 
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Skip the vote of all stages on whether shapes are known: it reads numbers the neighbours sent.
+    """Skip the vote of all stages on whether shapes are known, which reads numbers from the neighbours.
 
-    Torch before 2.12 has no vote: it sends a number to each neighbour, and asks for shapes that it was not told.
+    torch before 2.12 has no vote: it sends a number to each neighbour, and requests unknown shapes.
     """
     if not _VOTES:
         with replaced(Stage, "_get_init_p2p_neighbors_ops", lambda _: []):
@@ -164,7 +164,7 @@ def static_shapes() -> Iterator[None]:
 
 
 class _HeldWorks:
-    """Works that hold what they send until they are waited for, as those of real groups do."""
+    """Works that hold what they send until they are waited for, like those of real groups."""
 
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works
@@ -178,7 +178,7 @@ class _HeldWorks:
 
 @contextlib.contextmanager
 def held_sends() -> Iterator[None]:
-    """Schedules of several chunks wait for their sends at the end of the step; until then the tensors live."""
+    """Hold sent tensors until the end of the step, when schedules of several chunks wait for their sends."""
     original = schedules._batch_p2p
 
     def batch_p2p(operations: list[Any], desc: str | None = None) -> list[_HeldWorks]:
@@ -190,7 +190,7 @@ def held_sends() -> Iterator[None]:
 
 
 def record_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) -> None:
-    """Give each stage the shapes and types that cross its boundaries."""
+    """Set the shapes and types at each stage's boundaries."""
     hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
     for stage, part in zip(stages, parts, strict=True):
         first, last = part.chunk.is_first, part.chunk.is_last
@@ -208,10 +208,10 @@ def record_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) 
 
 
 def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
-    """Hidden states of one micro-batch as one rank sends them.
+    """Return the shape of one micro-batch's hidden states as sent by one rank.
 
     Raises:
-        InfeasibleSpec: for a model whose stages exchange tensors of different shapes.
+        InfeasibleSpec: the model's stages exchange tensors of different shapes.
     """
     model, candidate = spec.workload.model, spec.candidate
     layout, rows = candidate.layout, candidate.micro_batch_size
@@ -224,7 +224,7 @@ def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
 
 
 def _boundary_dtype(spec: TrialSpec) -> torch.dtype:
-    """Residual streams stay fp32 under autocast; O2 computes in 16 bits."""
+    """Return the type: residual streams stay fp32 under autocast; O2 computes in 16 bits."""
     precision = spec.candidate.precision
     if precision.level in ("O1", "O1-fp8") and isinstance(spec.workload.model, LinearModel):
         return getattr(torch, precision.dtype)  # type: ignore[no-any-return]
@@ -236,7 +236,7 @@ def _input_size(spec: TrialSpec) -> tuple[int, ...]:
 
 
 def _output(spec: TrialSpec) -> torch.Tensor:
-    """What the last stage gives: a Llama its loss."""
+    """Return the last stage's output; for a Llama, its loss."""
     if isinstance(spec.workload.model, LlamaModel):
         return _meta((), torch.float32).requires_grad_()
     return _meta(boundary_size(spec), getattr(torch, spec.candidate.precision.dtype)).requires_grad_()
@@ -250,31 +250,31 @@ def _metas(tensor: torch.Tensor) -> Any:
     return _utils.extract_tensor_metas((tensor,))
 
 
-# Takes one rank of a trial through the real build, forward, backward and optimiser code, on fake tensors.
+# One rank of a trial through the real build, forward, backward and optimiser code, on fake tensors.
 
 
 CUDA_GRANULE_BYTES = 512
 """Multiple to which CUDA's caching allocator rounds sizes up."""
 
 CPU = torch.device("cpu")
-"""Device of the fake tensors: those on CUDA abort the process where torch was built without it."""
+"""Device of the fake tensors: fake CUDA tensors abort the process if torch was built without CUDA."""
 
 
 class DryTrainer(Trainer):
-    """The real trainer except where it would read a number: gradients count as finite."""
+    """The real trainer, except that it reads no values: gradients count as finite."""
 
     def _is_finite(self, totals: Tensor) -> bool:  # noqa: ARG002
         return True
 
 
 def simulate(request: DryRunRequest) -> RankRun:
-    """Simulate building the rank and two steps, of which the second is reported: it sees optimiser states and what the
-    first left.
+    """Simulate building the rank and two steps. The second step is reported, because it includes optimiser states and
+    what the first one leaves.
 
-    Patches torch while it runs, so call it in a process of its own.
+    It patches torch while it runs, so call it in a separate process.
 
     Raises:
-        InfeasibleSpec: for a specification that a real run refuses too.
+        InfeasibleSpec: a real run would reject the specification too.
     """
     started_s = time.process_time()
     with simulation(request) as built:
@@ -283,7 +283,7 @@ def simulate(request: DryRunRequest) -> RankRun:
 
 @contextlib.contextmanager
 def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
-    """The rank as it is built, on fake tensors in a world that does not exist; for what :func:`simulate` says of it."""
+    """Build the rank on fake tensors in a fake world; see :func:`simulate`."""
     spec = _eager(request.spec)
     check(spec)
     is_accelerator = request.mode == "accelerator"
@@ -308,13 +308,14 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
 
 
 def _eager(spec: TrialSpec) -> TrialSpec:
-    """The trial without torch.compile, which wants real tensors; a compiled block keeps no more than an eager one."""
+    """Return the trial without torch.compile, which needs real tensors; a compiled block keeps no more than an eager
+    one."""
     kernels = dataclasses.replace(spec.candidate.kernels, compile="off", memory_format="nchw")
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
 
 class SimulatedRank:
-    """One rank, built. It may :meth:`run` once."""
+    """One rank after building. It may :meth:`run` once."""
 
     def __init__(
         self, request: DryRunRequest, spec: TrialSpec, mesh: Any, mode: FakeTensorMode, tracker: MemoryTracker
@@ -329,7 +330,7 @@ class SimulatedRank:
         with tracker:
             self.trainer = DryTrainer(spec, mesh, CPU, place=place)
         self.build_peaks = tracker.peaks()
-        """What building took, at the one place :data:`~trials.dryrun.estimate.BUILD`."""
+        """Peaks of the build, all at the place :data:`~trials.dryrun.estimate.BUILD`."""
         tracker.phase = "forward"
         self._is_pipeline = isinstance(self.trainer.engine, Pipeline)
 
@@ -375,7 +376,7 @@ class SimulatedRank:
         self.tracker.phase, self.tracker.place = phase, ""
 
     def mark(self, phase: str) -> None:
-        """Serve as the trainer's marker, which receives each phase as it ends."""
+        """Set the phase as the trainer's marker, which receives each phase as it ends."""
         if phase == "backward":
             self._enter("other")
             self.tracker.assign((parameter.grad for parameter in self.trainer.parameters), "grad")
@@ -383,7 +384,7 @@ class SimulatedRank:
             self._begin_next(phase)
 
     def _begin_next(self, ended: str) -> None:
-        """Without a pipeline the end of a pass is the beginning of the next."""
+        """Start the next pass; without a pipeline, the end of a pass is the start of the next."""
         if ended == "forward":
             self.log.begin("backward", 0)
         elif ended == "backward":
@@ -392,7 +393,7 @@ class SimulatedRank:
                 self.log.begin("forward", 0)
 
     def _make_optimizer_states(self) -> None:
-        """Update once by made-up gradients; all else that a first step leaves, the next one frees or replaces."""
+        """Update once with fake gradients; the next step frees or replaces everything else that a first step leaves."""
         for parameter in self.trainer.parameters:
             parameter.grad = torch.empty_like(parameter)
         for part in self.trainer.parts:
@@ -407,7 +408,7 @@ class SimulatedRank:
 
 
 def batch(spec: TrialSpec, trainer: Trainer) -> tuple[Tensor | None, Tensor | None]:
-    """Inputs and targets of one data-parallel rank, of shapes and types as the loader gives; None what is not read."""
+    """Return inputs and targets of one data-parallel rank, shaped as by the loader; None for what is not read."""
     inputs, targets = _whole_batch(spec)
     return inputs if trainer.reads_inputs else None, targets if trainer.reads_targets else None
 
@@ -426,7 +427,7 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
 
 
 def track_layers(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:
-    """Tell the tracker which layer the part's forward or backward pass has reached, and when gradients appear."""
+    """Report to the tracker which layer the forward or backward pass has reached, and when gradients appear."""
     chunk = part.chunk.chunk
 
     def begin(_module: nn.Module, _args: Any) -> None:
@@ -463,7 +464,7 @@ def _track_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
 
 
 def _track_backward(output: Any, place: str, tracker: MemoryTracker) -> None:
-    """The backward pass is at ``place`` from when the gradient of ``output`` is there."""
+    """Set the backward pass's place to ``place`` when the gradient of ``output`` arrives."""
 
     def arrive(_grads: Any) -> None:
         tracker.place = place
@@ -474,7 +475,7 @@ def _track_backward(output: Any, place: str, tracker: MemoryTracker) -> None:
 
 
 def _claim_gradients(model: nn.Module, tracker: MemoryTracker) -> None:
-    """Count gradients as such from when they appear, also those of parameters FSDP has gathered for this pass."""
+    """Count gradients as such from when they appear, including those of parameters that FSDP gathered for this pass."""
     hooked: Any = WeakIdKeyDictionary()
 
     def claim(parameter: Tensor) -> None:

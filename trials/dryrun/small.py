@@ -1,4 +1,5 @@
-"""What small trials tell of a large one: fewer layers, micro-batches and pipeline ranks. Standard library only."""
+"""Extrapolation from small trials to a large one: fewer layers, micro-batches and pipeline ranks. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from trials.dryrun.estimate import BUILD, PassKind, PassRun, Peak, RankRun, Traf
 from trials.sizes import Chunk, chunks_of_stage, count_at, num_virtual_stages_total, virtual_stage
 from trials.spec import Counts, Layout, LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
 
-# Runs of equal layers: neighbouring layers of a chunk that recompute alike. Standard library only.
+# Runs of equal layers: neighbouring layers of a chunk with the same recomputation.
 
 
 LayerKind = tuple[bool, tuple[bool, ...], bool]
-"""Whether a layer is recomputed in full; by which selective rules; whether its communication is."""
+"""Whether a layer is recomputed in full; by which selective rules; whether its communication is recomputed."""
 
 NUM_NAMED = 1
-"""Layers at each end of a run that have a place of their own."""
+"""Layers at each end of a run that have separate places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,9 @@ class LayerRun:
 
     @property
     def place_names(self) -> list[str]:
-        """Each layer's place, named from the nearer end of the run; far from both is the middle.
+        """Name each layer's place from the nearer end of the run; layers far from both ends are the middle.
 
-        Peaks lie near an end, but not always at it: FSDP has its next layers' weights by the second.
+        Peaks lie near an end, but not always at it: at the second layer, FSDP already has the weights of the next ones.
         """
         last = self.length - 1
         return [f"{self.index} {_position(i, last - i)}" for i in range(self.length)]
@@ -51,7 +52,7 @@ def _position(from_start: int, from_end: int) -> str:
 
 
 def runs_of_chunk(recompute: Recompute, chunk: Chunk) -> list[LayerRun]:
-    """The runs of a chunk, in model order."""
+    """Return the runs of a chunk, in model order."""
     kinds = [_kind(recompute, chunk, position) for position in range(len(chunk.layer_ids))]
     grouped = [(kind, len(list(members))) for kind, members in groupby(kinds)]
     return [
@@ -61,7 +62,7 @@ def runs_of_chunk(recompute: Recompute, chunk: Chunk) -> list[LayerRun]:
 
 
 def runs_of_stage(layout: Layout, recompute: Recompute, stage: int, num_layers: int) -> Iterator[LayerRun]:
-    """All runs that pipeline rank ``stage`` holds."""
+    """Yield all runs of pipeline rank ``stage``."""
     for chunk in chunks_of_stage(layout, stage, num_layers):
         yield from runs_of_chunk(recompute, chunk)
 
@@ -74,22 +75,22 @@ def _kind(recompute: Recompute, chunk: Chunk, position: int) -> LayerKind:
     return (False, selective, position < count_at(recompute.communication, chunk.chunk, chunk.stage))
 
 
-# Computes the run with all layers from simulated runs with few. Standard library only.
+# The run with all layers, computed from simulated runs with few.
 #
 # Every quantity is affine in the lengths of the runs of equal layers. At one place of the step
-# (:mod:`trials.dryrun.simulate`) memory is a constant plus so much per layer of each kind; the peak is then the
-# largest over all places, at the real number of layers.
+# (:mod:`trials.dryrun.simulate`), memory is a constant plus an amount per layer of each kind. The peak is the largest
+# over all places, at the real number of layers.
 
 
 Fit = Callable[[Callable[[RankRun], int]], int]
-"""Gives a quantity of the large trial from where to read it in a small one."""
+"""Maps the getter of a quantity in a small trial to its value in the large one."""
 FitAll = Callable[[Callable[[RankRun], Mapping[str, int]]], dict[str, int]]
 
 
 def lengthened(runs: Sequence[RankRun], lengths: Sequence[Sequence[int]], wanted: Sequence[int]) -> RankRun:
-    """The run with layer runs as long as ``wanted``, group by group, from small ones with those of ``lengths``.
+    """Extrapolate to layer runs of lengths ``wanted``, by group, from small runs with ``lengths``.
 
-    The first small one is the base; each other one is longer in one group.
+    The first small run is the base; each other one is longer in one group.
     """
     base, *longer = runs
     steps = [larger[i] - lengths[0][i] for i, larger in enumerate(lengths[1:])]
@@ -148,35 +149,35 @@ def _entry(read: Callable[[RankRun], Mapping[str, int]], name: str, run: RankRun
     return read(run).get(name, 0)
 
 
-# In which order a pipeline rank runs its passes, and what is around each of them. Standard library only.
+# The order of a pipeline rank's passes, and what surrounds each of them.
 #
 # The orders are those of torch's schedules, whose names :func:`trials.training.loop.build_schedule` maps.
 
 
 class Pass(NamedTuple):
-    """What a rank does with one micro-batch in one of its chunks."""
+    """One micro-batch in one of a rank's chunks, in one direction."""
 
     kind: PassKind
     chunk: int
 
 
 class Surroundings(NamedTuple):
-    """What the memory that a pass leaves and takes may depend on, in addition to its kind and chunk."""
+    """What the memory of a pass may depend on, in addition to its kind and chunk."""
 
     here: Pass
     is_first: bool
     """Whether it is the first of its kind in its chunk."""
     is_last: bool
-    """Whether it is the last of its kind in its chunk, and goes backward."""
+    """Whether it is a backward pass and the last of its kind in its chunk."""
     before: PassKind | None
     after: PassKind | None
     last_here: PassKind | None
-    """What the rank did last in this chunk."""
+    """Kind of the rank's previous pass in this chunk."""
 
 
 @functools.lru_cache(maxsize=4096)
 def order_of_passes(layout: Layout, stage: int, num_microbatches: int) -> tuple[Pass, ...]:
-    """All passes of one step on pipeline rank ``stage``."""
+    """Return all passes of one step on pipeline rank ``stage``."""
     pp, chunks = layout.pp, layout.num_virtual_stages
     if pp == 1:
         return (Pass("forward", 0), Pass("backward", 0)) * num_microbatches
@@ -194,7 +195,7 @@ def order_of_passes(layout: Layout, stage: int, num_microbatches: int) -> tuple[
 
 
 def _interleaved(pp: int, chunks: int, stage: int, num_microbatches: int) -> Iterator[Pass]:
-    """Warm-up, then forward and backward passes in turn, each chunk for a round of micro-batches."""
+    """Yield the warm-up, then alternating forward and backward passes, each chunk for a round of micro-batches."""
     per_round = num_microbatches // max(1, num_microbatches // pp)
     total = num_microbatches * chunks
     warmup = min(total, (chunks - 1) * per_round + 2 * (pp - 1 - stage))
@@ -206,7 +207,7 @@ def _interleaved(pp: int, chunks: int, stage: int, num_microbatches: int) -> Ite
 
 
 def _zero_bubble(pp: int, stage: int, num_microbatches: int) -> Iterator[Pass]:
-    """The V-shaped schedule; passes of micro-batches beyond the last, which torch makes up and drops, are left out."""
+    """Yield the V-shaped schedule, without passes of micro-batches beyond the last, which torch adds and drops."""
     seen: Counter[Pass] = Counter()
     for one in _full_zero_bubble(pp, stage, max(2 * pp - 1, num_microbatches)):
         seen[one] += 1
@@ -232,7 +233,7 @@ def _full_zero_bubble(pp: int, stage: int, num_microbatches: int) -> Iterator[Pa
 
 
 def surroundings(order: Sequence[Pass]) -> list[Surroundings]:
-    """Those of every pass."""
+    """Return the surroundings of every pass."""
     left = Counter(order)
     last_here: dict[int, PassKind] = {}
     seen: set[Pass] = set()
@@ -254,21 +255,21 @@ def surroundings(order: Sequence[Pass]) -> list[Surroundings]:
     return found
 
 
-# Plays a long schedule with the passes of a short one. Standard library only.
+# A long schedule, replayed with the passes of a short one.
 #
-# A pass leaves as much memory as another of its kind in equal :class:`~trials.dryrun.small.Surroundings`, and
-# takes as much on its way. So what is live as each pass of the long schedule begins is a sum over those before, and
-# the peak is the largest over all passes of that and of what the pass takes beyond it. Only what is there from the
-# start grows by itself with the number of micro-batches: inputs, and the buffers that a pipeline rank receives into.
+# A pass leaves and uses as much memory as any other of its kind in equal :class:`Surroundings`. So the memory at the
+# start of a pass in the long schedule is a sum over previous passes, and the peak is the largest over all passes of
+# that plus what the pass itself uses. Only the memory present from the start grows with the number of micro-batches:
+# inputs and a pipeline rank's receive buffers.
 
 
 class UnknownOrderError(Exception):
-    """The schedule ran in another order than the one that is known of it, as it may in another release of torch."""
+    """The schedule's order is not the known one; another release of torch may have changed it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineRank:
-    """A pipeline rank and the step it runs."""
+    """A pipeline rank and its step."""
 
     layout: Layout
     stage: int
@@ -281,12 +282,13 @@ class PipelineRank:
 
     @property
     def surroundings(self) -> list[Surroundings]:
-        """What is around each of its passes."""
+        """Surroundings of each of its passes."""
         return surroundings(self.order)
 
 
 def equivalents(small: PipelineRank, large: PipelineRank) -> list[int] | None:
-    """For every pass of ``large`` the number of a pass of ``small`` in equal surroundings; None where one has none."""
+    """For every pass of ``large``, return the index of a pass of ``small`` in equal surroundings; None if one has
+    none."""
     near: dict[tuple[Surroundings, Pass | None, Pass | None], int] = {}
     known: dict[Surroundings, int] = {}
     for i, (around, before, after) in enumerate(_with_neighbours(small)):
@@ -307,10 +309,10 @@ def _with_neighbours(rank: PipelineRank) -> Iterable[tuple[Surroundings, Pass | 
 
 
 def replayed(run: RankRun, small: PipelineRank, large: PipelineRank) -> RankRun:
-    """The run of ``large`` from that of ``small``.
+    """Replay the run of ``large`` from that of ``small``.
 
     Raises:
-        UnknownOrderError: for a run whose passes are not those of ``small``.
+        UnknownOrderError: the run's passes are not those of ``small``.
     """
     if tuple(Pass(one.kind, one.chunk) for one in run.passes) != small.order:
         raise UnknownOrderError(f"schedule {small.layout.schedule}")
@@ -341,7 +343,7 @@ def replayed(run: RankRun, small: PipelineRank, large: PipelineRank) -> RankRun:
 
 
 def _growth(run: RankRun, small: PipelineRank, large: PipelineRank) -> dict[str, int]:
-    """What is there from the start, beyond what ``small`` has."""
+    """Return the memory present from the start beyond that of ``small``."""
     more, done = large.num_microbatches - small.num_microbatches, small.num_microbatches
     received = run.collectives.get("recv", Traffic(num_calls=1, num_bytes=0))
     buffer_bytes = received.num_bytes // received.num_calls
@@ -350,8 +352,8 @@ def _growth(run: RankRun, small: PipelineRank, large: PipelineRank) -> dict[str,
 
 
 def _num_buffers(rank: PipelineRank) -> int:
-    """Buffers of a micro-batch for what comes from the neighbours of each chunk, be they on this rank too. They count
-    as activations until something is received into them."""
+    """Count a micro-batch's receive buffers for each chunk's neighbours, even if on this rank. They count as
+    activations until something is received into them."""
     chunks = range(rank.layout.num_virtual_stages)
     numbers = [virtual_stage(rank.layout, chunk, rank.stage) for chunk in chunks]
     last = num_virtual_stages_total(rank.layout) - 1
@@ -361,7 +363,7 @@ def _num_buffers(rank: PipelineRank) -> int:
 def _levels(
     run: RankRun, numbers: Sequence[int], growth: Mapping[str, int]
 ) -> tuple[list[dict[str, int]], Mapping[str, int]]:
-    """What is live as each pass begins, and what there is more of from the start."""
+    """Return the live memory at the start of each pass, and the additional memory present from the start."""
     changes = [_minus(after.live, one.live) for one, after in zip(run.passes, run.passes[1:], strict=False)]
     level = _plus(run.passes[0].live, growth)
     levels = [level]
@@ -394,7 +396,7 @@ def _traffic_replay(run: RankRun, passes: Sequence[PassRun]) -> dict[str, Traffi
 
 
 def _sent(run: RankRun, small: PipelineRank, large: PipelineRank) -> dict[str, Traffic]:
-    """Sends and receives, which a schedule begins before the passes that they serve: so many for each micro-batch."""
+    """Scale sends and receives, which a schedule starts before their passes, by the number of micro-batches."""
 
     def scaled(number: int) -> int:
         return number * large.num_microbatches // small.num_microbatches
@@ -408,7 +410,7 @@ def _sent(run: RankRun, small: PipelineRank, large: PipelineRank) -> dict[str, T
 def _total(
     total: Mapping[str, int], small: Iterable[Mapping[str, int]], large: Iterable[Mapping[str, int]]
 ) -> dict[str, int]:
-    """The total with the counts of other passes."""
+    """Return the total with the counts of other passes."""
     change: Counter[str] = Counter()
     for one in large:
         change.update(one)
@@ -436,20 +438,20 @@ def _minus(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return _plus(one, {name: -size for name, size in other.items()})
 
 
-# Chooses the shortest pipelines whose passes stand for all of a long one. Standard library only.
+# The shortest pipelines whose passes represent all those of a long one.
 
 
 ACTIVE_CHUNKS = 3
-"""Chunks whose weights torch keeps gathered at a time: those that its schedule comes to next. Which ones they are as a
-pass of one of more chunks begins depends on more than what is around it."""
+"""Chunks with gathered weights at a time: those that torch's schedule runs next. With more chunks, which ones they are
+depends on more than a pass's surroundings."""
 MOST_RANKS = 6
-"""Pipeline ranks of the longest pipeline that is tried in place of a longer one."""
+"""Length of the longest pipeline that may replace a longer one."""
 
 
 def shorter_ranks(layout: Layout, num_microbatches: int) -> tuple[PipelineRank, ...]:
-    """For each pipeline rank one that stands for it, with the same ends of the model and as few passes as can be.
+    """For each pipeline rank, return one that represents it, with the same ends of the model and the fewest passes.
 
-    Ranks between the first and the last share theirs where one has the passes of all of them.
+    Ranks between the first and the last share one, if it has the passes of all of them.
     """
     ranks = [PipelineRank(layout, stage, num_microbatches) for stage in range(layout.pp)]
     if layout.pp == 1:
@@ -465,13 +467,13 @@ def shorter_ranks(layout: Layout, num_microbatches: int) -> tuple[PipelineRank, 
 
 
 def _shared(ranks: Sequence[PipelineRank]) -> PipelineRank | None:
-    """One for all; None where there is none of fewer passes than two of them have."""
+    """Return one rank for all; None if there is none other than one of several ranks themselves."""
     found = _shortest(ranks)
     return None if found in ranks and len(ranks) > 1 else found
 
 
 def _shortest(ranks: Sequence[PipelineRank]) -> PipelineRank:
-    """The rank with the fewest passes that has those of all ``ranks``; the first of them if there is none."""
+    """Return the rank with the fewest passes that has those of all ``ranks``; the first of them if there is none."""
     needed = {around for rank in ranks for around in rank.surroundings}
     largest = max(ranks, key=lambda rank: rank.num_microbatches)
     for tried in _by_cost(largest):
@@ -486,7 +488,7 @@ def _offered(rank: PipelineRank) -> frozenset[Surroundings]:
 
 
 def _by_cost(rank: PipelineRank) -> Iterator[PipelineRank]:
-    """Smaller pipelines in which a rank has the same place, those of few micro-batches first."""
+    """Yield smaller pipelines in which a rank has the same place, those with few micro-batches first."""
     layout = rank.layout
     for num_microbatches in range(1, rank.num_microbatches + 1):
         for pp in range(min(layout.pp, 3), min(layout.pp, MOST_RANKS) + 1) if layout.pp > 2 else (layout.pp,):
@@ -497,7 +499,7 @@ def _by_cost(rank: PipelineRank) -> Iterator[PipelineRank]:
 
 
 def _takes(layout: Layout, pp: int, num_microbatches: int) -> bool:
-    """Whether the schedule takes so many micro-batches."""
+    """Whether the schedule allows this many micro-batches."""
     if pp == 1:
         return True
     if layout.schedule == "1f1b":
@@ -506,7 +508,7 @@ def _takes(layout: Layout, pp: int, num_microbatches: int) -> bool:
 
 
 def _of_size(layout: Layout, pp: int) -> Layout:
-    """The layout with ``pp`` ranks in its pipeline, and a layer in each of their chunks."""
+    """Return the layout with ``pp`` pipeline ranks and one layer in each of their chunks."""
     counts = ((1,) * pp,) * layout.num_virtual_stages if pp > 1 else ()
     return dataclasses.replace(layout, pp=pp, stage_layers=counts)
 
@@ -517,23 +519,22 @@ def _same_place(stage: int, pp: int, smaller: int) -> Sequence[int]:
     return (smaller - 1,) if stage == pp - 1 else range(1, smaller - 1)
 
 
-# Which small trials to simulate instead of a large one, and the large one's run from theirs. Standard library only.
+# The choice of small trials to simulate instead of a large one, and its extrapolation from them.
 #
-# Layers of a kind become few (:mod:`trials.dryrun.small`), and so do micro-batches and pipeline ranks
-# (:mod:`trials.dryrun.small`).
+# The number of layers of a kind, of micro-batches and of pipeline ranks is reduced.
 
 
 SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
-"""Equal layers in a row in the smallest model, which has every place, and in the models it is compared with."""
+"""Equal layers in a row in the smallest model, which has every place, and in the models compared with it."""
 FIXED_COST = 12
-"""What building a rank and its optimiser takes, in passes of a micro-batch forward and backward through a layer."""
+"""Cost of building a rank and its optimiser, in forward and backward passes of a micro-batch through a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """Small trials to run instead of one pipeline rank of a large one.
 
-    ``lengths[i]`` holds the length of layer runs in ``specs[i]``, group by group; ``wanted`` those of the large trial.
+    ``lengths[i]`` has the lengths of layer runs in ``specs[i]``, by group; ``wanted`` has those of the large trial.
     """
 
     specs: tuple[TrialSpec, ...]
@@ -544,16 +545,16 @@ class StagePlan:
     large: PipelineRank
 
     def extrapolate(self, runs: Sequence[RankRun]) -> RankRun:
-        """The large trial's run from those of :attr:`specs`, in their order.
+        """Extrapolate the large trial's run from those of :attr:`specs`, in their order.
 
         Raises:
-            UnknownOrderError: the schedule ran in another order than is known of it.
+            UnknownOrderError: the schedule's order is not the known one.
         """
         return replayed(lengthened(runs, self.lengths, self.wanted), self.small, self.large)
 
 
 def plan_small_runs(spec: TrialSpec) -> tuple[StagePlan, ...] | None:
-    """A plan for every pipeline rank; None where the trial itself is as cheap. Ranks may have trials in common."""
+    """Plan every pipeline rank; None if the trial itself is as cheap. Ranks may share trials."""
     candidate = spec.candidate
     if isinstance(spec.workload.model, ResNetModel):
         return None  # its blocks differ
@@ -573,7 +574,7 @@ def plan_small_runs(spec: TrialSpec) -> tuple[StagePlan, ...] | None:
 
 
 def _cost(plans: Sequence[StagePlan]) -> int:
-    """Layers times micro-batches of all small trials together, those that stages have in common once."""
+    """Return layers times micro-batches of all small trials; trials that stages share count once."""
     trials = {(small, plan.small) for plan in plans for small in plan.specs}
     return sum(FIXED_COST + _num_layers(small, rank) * rank.num_microbatches for small, rank in trials)
 
@@ -584,7 +585,7 @@ def _num_layers(spec: TrialSpec, rank: PipelineRank) -> int:
 
 
 def _plan_stage(spec: TrialSpec, large: PipelineRank, small: PipelineRank, *, shortens: bool) -> StagePlan:
-    """Runs of equal kind and length change together, so most stages need two small trials."""
+    """Plan one stage: runs of equal kind and length change together, so most stages need two small trials."""
     runs = list(runs_of_stage(large.layout, spec.candidate.recompute, large.stage, spec.workload.num_layers))
     groups = sorted({(run.kind, run.length) for run in runs if run.length > LARGER}) if shortens else []
     base = (SMALL,) * len(groups)
@@ -601,7 +602,7 @@ def _plan_stage(spec: TrialSpec, large: PipelineRank, small: PipelineRank, *, sh
 
 
 def with_microbatches(spec: TrialSpec, number: int) -> TrialSpec:
-    """The trial with a global batch of so many micro-batches."""
+    """Return the trial with a global batch of this many micro-batches."""
     size = number * spec.candidate.micro_batch_size * spec.candidate.layout.dp
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, global_batch_size=size))
 
@@ -609,8 +610,8 @@ def with_microbatches(spec: TrialSpec, number: int) -> TrialSpec:
 def _resized(
     spec: TrialSpec, rank: PipelineRank, runs: list[LayerRun], chosen: Mapping[tuple[LayerKind, int], int]
 ) -> TrialSpec:
-    """The trial in the pipeline of ``rank``, where that holds the ``runs`` in other lengths; all other ranks hold one
-    layer in every chunk."""
+    """Return the trial in the pipeline of ``rank``, which holds the ``runs`` with other lengths; all other ranks hold
+    one layer per chunk."""
     layout = rank.layout
     columns = range(layout.pp)
     lengths = [(run, chosen.get((run.kind, run.length), run.length)) for run in runs]
@@ -647,6 +648,6 @@ def _resized(
 
 
 def _is_covered(rule: int, run: LayerRun) -> bool:
-    """Whether the selective rule reaches the run. It may reach layers that are recomputed in full, for nothing."""
+    """Whether the selective rule covers the run. It may cover layers recomputed in full, without effect."""
     is_full, selective, _ = run.kind
     return is_full or selective[rule]

@@ -1,4 +1,4 @@
-"""Live bytes by category, floating-point operations and collective traffic, seen operator by operator."""
+"""Live bytes by category, floating-point operations and collective traffic, counted operator by operator."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _COLLECTIVES = (
     ("send", "send"),
     ("recv", "recv"),
 )
-"""Part of an operator's name, and the collective that it stands for; the first match wins."""
+"""Part of an operator's name, and the collective that it indicates; the first match counts."""
 
 TrafficCounter = Counter[tuple[str, str]]
-"""Number of calls and of bytes of collectives so far, by name and ``calls`` or ``bytes``."""
+"""Calls and bytes of collectives, by name and ``calls`` or ``bytes``."""
 
 
 @dataclass(slots=True)
@@ -63,9 +63,9 @@ class _Block:
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage from the operator that makes it to its end.
+    """Follows every storage from the operator that creates it to its end.
 
-    ``granule_bytes`` is what the allocator rounds sizes up to: 512 for CUDA's caching allocator, 1 for none.
+    ``granule_bytes`` is the allocator's rounding of sizes: 512 for CUDA's caching allocator, 1 for none.
     """
 
     def __init__(self, granule_bytes: int = 1) -> None:
@@ -74,10 +74,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.total_bytes = 0
         self.phase: Literal["build", "forward", "other", "optimizer"] = "forward"
-        """What the rank is at outside of backward passes, which are known by themselves: building, or a step."""
+        """What the rank does outside of backward passes (detected separately): building, or a part of a step."""
         self.place = ""
         self.num_passes = 0
-        """Passes of the step that have begun."""
+        """Passes of the step so far."""
         self.flops: Counter[str] = Counter()
         self._peaks: dict[str, tuple[int, dict[Category, int]]] = {}
         self._calls: Counter[str] = Counter()
@@ -86,30 +86,30 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = 0
         self._on_host = 0
         self.host_bytes = 0
-        """Live bytes in the host's memory, which count for nothing else."""
+        """Live bytes in host memory, which are counted separately."""
         self.peak_host_bytes = 0
-        """Largest since the last pass began."""
+        """Peak since the last pass began."""
 
     def peaks(self) -> dict[str, Peak]:
-        """Peaks by ``phase/pass/place``, since the last :meth:`restart`."""
+        """Return peaks by ``phase/pass/place`` since the last :meth:`restart`."""
         return {
             key: Peak(total_bytes=total, by_category={name: size for name, size in sizes.items() if size})
             for key, (total, sizes) in self._peaks.items()
         }
 
     def collectives(self) -> dict[str, Traffic]:
-        """Collectives by type, since the last :meth:`restart`."""
+        """Return collectives by type since the last :meth:`restart`."""
         return {
             name: Traffic(num_calls=calls, num_bytes=self._sent[name]) for name, calls in sorted(self._calls.items())
         }
 
     def tally(self) -> TrafficCounter:
-        """The collectives as counters, for taking differences."""
+        """Return the collectives as counters, for computing differences."""
         calls = {(name, "calls"): number for name, number in self._calls.items()}
         return Counter({**calls, **{(name, "bytes"): number for name, number in self._sent.items()}})
 
     def restart(self) -> None:
-        """Forget peaks and counts; what is live stays known."""
+        """Reset peaks and counts; live memory stays known."""
         self.num_passes = 0
         self._peaks.clear()
         self.flops.clear()
@@ -119,14 +119,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_peak()
 
     def begin_pass(self) -> None:
-        """Another pass begins: peaks are its own from now on."""
+        """Begin another pass, with its own peaks."""
         self.num_passes += 1
         self.place = ""
         self.peak_host_bytes = self.host_bytes
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out of the account what is made in the body."""
+        """Ignore what is allocated in the body."""
         self._paused += 1
         try:
             yield
@@ -135,7 +135,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count what is made in the body as the host's."""
+        """Count what is allocated in the body as host memory."""
         self._on_host += 1
         try:
             yield
@@ -143,7 +143,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._on_host -= 1
 
     def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Move what the tensors occupy on this rank to ``category``, counting it if it was unknown."""
+        """Move the tensors' memory on this rank to ``category``, and start counting it if it was unknown."""
         for tensor in tensors:
             if tensor is not None:
                 storage = stored_part(tensor).untyped_storage()
@@ -154,7 +154,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._move(block, category)
 
     def reclassify(self, old: Iterable[Category], new: Category) -> None:
-        """Move everything of the ``old`` categories that is live now to ``new``."""
+        """Move all live memory of the ``old`` categories to ``new``."""
         for block in list(self._blocks.values()):
             if block.category in old:
                 self._move(block, new)
@@ -165,7 +165,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sent[collective] += num_bytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note that a storage changed its size in place, as FSDP has those of gathered parameters do."""
+        """Record a storage's change of size in place, as by FSDP for gathered parameters."""
         block = self._blocks.get(storage)
         if block is not None and not self._paused:
             if block.num_bytes == 0:
@@ -174,12 +174,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for more often than all else together
+            return args[0].fake_device  # called more often than everything else together
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # they call again with what they wrap
+            return NotImplemented  # they call again with the wrapped tensors
         kwargs = kwargs or {}
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as eager; the fake kernel makes a new tensor
+            return args[0]  # as in eager mode; the fake kernel would create a new tensor
         result = func(*args, **kwargs)
         if self._paused:
             return result
@@ -215,7 +215,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._claim(leaf for side in sides for leaf in side)
 
     def _claim(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as buffers of a collective; parameters and gradients that it works on stay what they are."""
+        """Count tensors as buffers of a collective, except parameters and gradients that it works on."""
         for tensor in tensors:
             block = self._blocks.get(tensor.untyped_storage())
             if block is not None and block.category in ("activation", "temporary"):
@@ -231,7 +231,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _work(self) -> str:
         if not in_backward():
             return "forward"
-        # Formulas of the backward pass run without recording a graph; what is computed again records one.
+        # Backward formulas run without recording a graph; recomputation records one.
         return "recompute" if torch.is_grad_enabled() else "backward"
 
     def _size(self, storage: torch.UntypedStorage) -> int:
@@ -270,9 +270,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._peaks[key] = (self.total_bytes, dict(self.live_bytes))
 
 
-# Stands in for a gang of any size in one process: a process group that sends nothing, tensors without storage.
+# A gang of any size in one process: a process group that sends nothing, and tensors without storage.
 #
-# Also patches the few places where torch or the trial runner must be told so; every patch is a context that undoes it.
+# This patches a few places of torch and the trial runner; every patch is a context that undoes it.
 
 
 DDP_BUCKET_BYTES = (1 << 20, 25 << 20)
@@ -281,7 +281,7 @@ DDP_BUCKET_BYTES = (1 << 20, 25 << 20)
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """The default group of a world whose other ranks do not exist; collectives return at once."""
+    """Create the default group of a world with only this rank; collectives return at once."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -291,7 +291,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the duration of the body."""
+    """Set an attribute during the body."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -302,7 +302,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracked_resizes(tracker: MemoryTracker) -> Iterator[None]:
-    """Let the tracker see storages that change size in place, which no operator tells it."""
+    """Show the tracker storages that change size in place, which no operator does."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -316,7 +316,7 @@ def tracked_resizes(tracker: MemoryTracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untracked_propagation(tracker: MemoryTracker) -> Iterator[None]:
-    """Keep DTensor's shape propagation out of the account: it makes fake tensors of global shape."""
+    """Exclude DTensor's shape propagation, which creates fake tensors of global shape."""
     name = "_propagate_tensor_meta_non_cached"
     original = getattr(ShardingPropagator, name)
 
@@ -330,10 +330,10 @@ def untracked_propagation(tracker: MemoryTracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def storage_from(mode: contextlib.AbstractContextManager[Any], tile_words: int | None) -> Iterator[None]:
-    """Models leave the meta device inside ``mode``; they are built outside of it. Of their initial values one tile is
-    drawn, ``tile_words`` at a time, as all others take no more memory.
+    """Let models leave the meta device inside ``mode``; they are built outside of it. Of their initial values, draw
+    only one tile of ``tile_words``, because the others need no more memory.
 
-    Inside, FSDP could not split what tensor parallelism has split before (``aten.nonzero`` of a fake tensor).
+    Inside ``mode``, FSDP cannot split what tensor parallelism has already split (``aten.nonzero`` of a fake tensor).
     """
     build = trials.models.build_model
 
@@ -363,7 +363,7 @@ def _inside(mode: contextlib.AbstractContextManager[Any], function: Callable[...
 
 
 class _FirstTile(Draws):
-    """Draws no more than the first tile of anything."""
+    """Draws only the first tile of every tensor."""
 
     def tiles(self, part: Tensor, size: Sequence[int], start: Sequence[int]) -> Iterator[Tile]:
         return itertools.islice(super().tiles(part, size, start), 1)
@@ -372,7 +372,7 @@ class _FirstTile(Draws):
 def draw_first_tile(
     model: TrainModel, seed: int, shard_map: ShardMap, perturbation: float, tile_words: int | None
 ) -> None:
-    """Draw the first tile of the largest parameter that has random values."""
+    """Draw the first tile of the largest parameter with random values."""
     named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
     drawn = [(name, parameter) for name, parameter in named if model.initial(name).std or perturbation]
     if drawn:
@@ -380,16 +380,17 @@ def draw_first_tile(
         size, shard = list(parameter.shape), shard_map.shards.get(name)
         if shard is not None:
             size[shard.dim] *= shard.num_shards
-        # Where it begins would be asked of the mesh, and matters to no memory.
+        # Its start would need the mesh, and has no effect on memory.
         start = (0,) * len(size)
         piece = Piece(name=name, size=torch.Size(size), start=start, part=stored_part(parameter))
         fill(piece, _FirstTile(piece.part.device, tile_words), model.initial(name), seed, perturbation)
 
 
 class _Reducer:
-    """The part of DDP's reducer that pipelines call before the last backward pass; :class:`Replica` sees that by hooks.
+    """The part of DDP's reducer that pipelines call before the last backward pass; :class:`Replica` detects that by
+    hooks.
 
-    As ``no_sync`` switches reduction off and back on around each earlier one, nothing needs doing.
+    ``no_sync`` switches reduction off and on again around each earlier pass, so there is nothing to do.
     """
 
     def prepare_for_backward(self, _outputs: list[Tensor]) -> None:
@@ -397,10 +398,10 @@ class _Reducer:
 
 
 class Replica(DistributedDataParallel):
-    """Stands for DDP, whose C++ reducer needs real memory: buckets for all gradients from the start.
+    """Replacement of DDP, whose C++ reducer needs real memory: buckets for all gradients from the start.
 
-    Gradients that are to be reduced become views of the buckets as they are complete; those of earlier micro-batches
-    are tensors of their own until then. Both is what DDP does with ``gradient_as_bucket_view``.
+    When gradients to be reduced are complete, they become views of the buckets; those of earlier micro-batches are
+    separate tensors until then. DDP does the same with ``gradient_as_bucket_view``.
     """
 
     def __init__(self, model: nn.Module, tracker: MemoryTracker) -> None:
@@ -437,7 +438,7 @@ class Replica(DistributedDataParallel):
 
 
 def bucket_sizes(sizes: list[int]) -> list[int]:
-    """Bytes of DDP's buckets for parameters of these sizes, in the order of their gradients."""
+    """Return the bytes of DDP's buckets for parameters of these sizes, in the order of their gradients."""
     buckets = [0]
     for size in reversed(sizes):
         if buckets[-1] >= DDP_BUCKET_BYTES[len(buckets) > 1]:
@@ -448,7 +449,7 @@ def bucket_sizes(sizes: list[int]) -> list[int]:
 
 @contextlib.contextmanager
 def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Replicate with :class:`Replica` instead of DDP; make buckets, its own and those of ZeRO-1, inside ``mode``."""
+    """Replicate with :class:`Replica` instead of DDP; make buckets, including those of ZeRO-1, inside ``mode``."""
 
     def apply_ddp(model: TrainModel, *_: Any) -> nn.Module:
         return Replica(model, tracker)
@@ -461,7 +462,7 @@ def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManag
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Memory behaviour of the fused CUDA kernel: keeps its input, the gain and one number per row."""
+    """Memory behaviour of the fused CUDA kernel: it keeps its input, the gain and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -478,7 +479,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _map_local(tensor: Tensor, function: Callable[[Tensor], Tensor], *, partial: bool = False) -> Tensor:
-    """Apply to what this rank stores, keeping how it is split; ``partial`` makes the result a sum over ranks."""
+    """Apply to the part on this rank, keeping the split; ``partial`` makes the result a sum over ranks."""
     if not isinstance(tensor, DTensor):
         return function(tensor)
     placements = [Partial()] * tensor.device_mesh.ndim if partial else tensor.placements
@@ -487,7 +488,7 @@ def _map_local(tensor: Tensor, function: Callable[[Tensor], Tensor], *, partial:
 
 @contextlib.contextmanager
 def fused_rms_norm() -> Iterator[None]:
-    """Run RMSNorm as :class:`FusedRMSNorm`: on the CPU it keeps about four times what the fused kernel keeps."""
+    """Run RMSNorm as :class:`FusedRMSNorm`: the CPU's version keeps about four times as much."""
 
     def rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float | None = None) -> Tensor:
         normed: Tensor = FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
@@ -499,13 +500,13 @@ def fused_rms_norm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scaled_matmuls() -> Iterator[None]:
-    """Multiply 8-bit floats as CUDA does, with copies in 8 bits; emulation makes copies in fp32."""
+    """Multiply 8-bit floats as CUDA does, with copies in 8 bits; the emulation makes fp32 copies."""
     with replaced(trials.precision, "emulates", lambda _device: False):
         yield
 
 
 @contextlib.contextmanager
 def host_memory(tracker: MemoryTracker) -> Iterator[None]:
-    """Count as the host's what offloading allocates there: fake tensors are all of one device."""
+    """Count offloaded memory as the host's: fake tensors are all on one device."""
     with replaced(trials.offload, "allocating", tracker.on_host):
         yield

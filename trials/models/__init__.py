@@ -1,4 +1,4 @@
-"""The models that a workload can name, and their losses. Knows shapes and pipeline stages, but no parallelism."""
+"""The models that a workload can have, and their losses. Knows shapes and pipeline stages, but no parallelism."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
-    """The part of the workload's model that ``chunk`` holds: on the meta device, one of the user's with its values."""
+    """Build the part of the workload's model in ``chunk``: built-in models on the meta device, custom ones with
+    values."""
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:
             return part_of(build_imported(model, workload.seed), model.num_layers, chunk, model.facts.head)
@@ -54,7 +55,7 @@ def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
 
 
 def build_imported(model: UserModel, seed: int) -> Built:
-    """The whole module, with the same values in every process: its own initial ones, drawn from ``seed``.
+    """Build the whole module, with the same values in every process: its own initial ones, drawn from ``seed``.
 
     Raises:
         InfeasibleSpec: it cannot be built.
@@ -64,7 +65,7 @@ def build_imported(model: UserModel, seed: int) -> Built:
 
 
 def import_code(model: Model) -> None:
-    """Import what the model's code is in, so that it counts for the idle process and not for the model's memory.
+    """Import the model's code, so that it counts for the idle process, not for the model's memory.
 
     Raises:
         InfeasibleSpec: it cannot be imported.
@@ -76,13 +77,13 @@ def import_code(model: Model) -> None:
             build_hugging_face(model.config)
 
 
-def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001  # the model was given them
-    """What a model gives that computes its loss itself."""
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001  # the model received them
+    """Return the outputs of a model that computes its loss itself."""
     return outputs
 
 
 def loss_of(model: Model) -> Loss:
-    """The loss that goes with the model's outputs and the data's targets."""
+    """Return the loss for the model's outputs and the data's targets."""
     match model:
         case LlamaModel():
             return own_loss

@@ -1,4 +1,4 @@
-"""The models that come with the package: a Llama-style decoder, ResNet, and chains of linear layers."""
+"""The built-in models: a Llama-style decoder, ResNet, and chains of linear layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trials.spec import LinearModel, LlamaModel, ResNetModel
 # under tensor parallelism), V vocabulary.
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (maybe fewer heads); gives the shape of ``q``."""
+"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (maybe fewer heads); the result has ``q``'s shape."""
 
 
 class RMSNorm(nn.Module):
@@ -41,16 +41,15 @@ Piece = Literal["first", "second", "leave"]
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Stands in where nothing is split: for a boundary, or for the choice of the positions that a rank holds."""
+    """Return ``x``: the identity if nothing is split, as a boundary or as the selection of a rank's positions."""
     return x
 
 
 class SubLayer(nn.Module):
     """Attention or feed-forward, in two segments of similar cost.
 
-    ``enter`` and ``leave`` are where tensor parallelism communicates; they may be told of a collective that was
-    started before. A schedule that runs the pieces one by one does it through the module's own call, so that hooks
-    know where they are.
+    Tensor parallelism communicates in ``enter`` and ``leave``, which may continue a collective started earlier. A
+    schedule that runs the pieces separately does so through the module's own call, so that hooks see which module runs.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class SubLayer(nn.Module):
         self.leave: Callable[..., Tensor] = unchanged
 
     def forward(self, x: Any, *args: Any, piece: Piece | None = None, pending: Any = None) -> Any:
-        """The whole, or one piece: ``first`` enters with what is ``pending``, ``second`` stops short of leaving."""
+        """Run all, or one piece: ``first`` enters with what is ``pending``, ``second`` stops before leaving."""
         if piece == "first":
             return self.first(self.enter(x, pending), *args)
         if piece == "second":
@@ -69,7 +68,7 @@ class SubLayer(nn.Module):
         return self.leave(self.second(*self.first(self.enter(x), *args)))
 
     def first(self, *args: Any) -> tuple[Tensor, ...]:
-        """Compute what the second segment takes from the input ``[B, S, D]``."""
+        """Compute the inputs of the second segment from the input ``[B, S, D]``."""
         raise NotImplementedError
 
     def second(self, *args: Any) -> Tensor:
@@ -80,8 +79,8 @@ class SubLayer(nn.Module):
 class Attention(SubLayer):
     """Causal grouped-query attention. The head count follows from the projections: tensor parallelism splits them.
 
-    One matrix makes queries, keys and values. Its rows lie group by group, each the heads that share a key, that key
-    and its value, so that equal parts of it are parts of the heads.
+    One matrix computes queries, keys and values. Its rows are in groups of the heads that share a key, then that key
+    and its value. So equal parts of the matrix are parts of the heads.
     """
 
     def __init__(self, shape: LlamaModel) -> None:
@@ -94,15 +93,15 @@ class Attention(SubLayer):
         self.wo = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
     def first(self, x: Any, rope: Tensor) -> tuple[Tensor, ...]:
-        """Projections and rotary positions: ``q``, ``k`` and ``v`` as ``[B, H, S, head_size]``."""
+        """Compute projections and rotary positions: ``q``, ``k`` and ``v`` as ``[B, H, S, head_size]``."""
         groups = self.wqkv(x).unflatten(-1, (-1, self.num_sharing + 2, self.head_size))
         q, k, v = groups.split([self.num_sharing, 1, 1], dim=3)
-        # A view would keep all of the projection for the backward pass.
+        # A view would keep the whole projection for the backward pass.
         q, k, v = rotate(q, rope), rotate(k, rope), v.contiguous()
         return tuple(t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
 
     def second(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention and the output projection."""
+        """Compute attention and the output projection."""
         projected: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
         return projected
 
@@ -110,8 +109,9 @@ class Attention(SubLayer):
 class FeedForward(SubLayer):
     """SwiGLU (Shazeer, arXiv 2002.05202).
 
-    One matrix makes the gate and what it gates. Its rows lie in groups, each a part of the gate and the same part of
-    the other, as many groups as tensor parallelism can split the model into: equal parts of it are parts of both.
+    One matrix computes the gate and the gated values. Its rows are in groups, each a part of the gate and the same part
+    of the values. There are as many groups as tensor parallelism can split the model into, so equal parts are parts of
+    both.
     """
 
     def __init__(self, shape: LlamaModel) -> None:
@@ -121,7 +121,7 @@ class FeedForward(SubLayer):
         self.w2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
 
     def first(self, x: Any) -> tuple[Tensor, ...]:
-        """The gate before its activation, and what it gates, both ``[B, S, groups, group_size]``."""
+        """Compute the gate before its activation, and the gated values, both ``[B, S, groups, group_size]``."""
         gate, up = self.w13(x).unflatten(-1, (-1, 2, self.group_size)).unbind(-2)
         return gate, up
 
@@ -131,7 +131,7 @@ class FeedForward(SubLayer):
 
 
 class Block(nn.Module):
-    """One decoder layer. ``schedule`` is how its sub-layers run."""
+    """One decoder layer; ``schedule`` runs its sub-layers."""
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
@@ -150,16 +150,16 @@ BlockSchedule = Callable[[Block, Tensor, Tensor], Tensor]
 
 
 def one_after_the_other(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """The :data:`BlockSchedule` that runs a whole micro-batch through one sub-layer after the other."""
+    """Run a whole micro-batch through one sub-layer after the other; a :data:`BlockSchedule`."""
     h = x + block.attention(block.attention_norm(x), rope)
     out: Tensor = h + block.feed_forward(block.feed_forward_norm(h))
     return out
 
 
 class Head(nn.Linear):
-    """Maps hidden states ``[B, S, D]`` to logits, or with the tokens that are to be predicted to the mean loss.
+    """Maps hidden states ``[B, S, D]`` to logits or, given the next tokens, to the mean loss.
 
-    Both in one module: what splits the vocabulary, or the positions, then need never make all logits at once.
+    Both are in one module, so that splitting the vocabulary or the positions avoids computing all logits at once.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
@@ -173,9 +173,9 @@ class Head(nn.Linear):
 
 
 class Llama(TrainModel):
-    """Maps tokens ``[B, S]`` to logits ``[B, S, V]``, or with the tokens that follow them to the mean loss.
+    """Maps tokens ``[B, S]`` to logits ``[B, S, V]`` or, given the next tokens, to the mean loss.
 
-    A virtual stage that is not the first takes hidden states ``[B, S, D]`` instead; one that is not the last gives
+    A virtual stage other than the first takes hidden states ``[B, S, D]`` instead; one other than the last returns
     them.
     """
 
@@ -189,10 +189,10 @@ class Llama(TrainModel):
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in chunk.layer_ids})
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps) if chunk.is_last else None
         self.output = Head(shape.hidden_size, shape.vocab_size) if chunk.is_last else None
-        # A plain attribute, not a buffer: DDP sends buffers around at every step.
+        # A plain attribute, not a buffer: DDP broadcasts buffers in every step.
         self.rope: Tensor | None = None
         self.held_positions: Callable[[Tensor], Tensor] = unchanged
-        """Function that takes, along dimension 1, the positions that this rank holds of every sequence."""
+        """Function that selects, along dimension 1, this rank's positions of every sequence."""
 
     @property
     def head_size(self) -> int:
@@ -209,7 +209,7 @@ class Llama(TrainModel):
         return outputs
 
     def attend_by(self, core: AttentionCore) -> None:
-        """Let all layers attend by ``core``."""
+        """Use ``core`` for attention in all layers."""
         for layer in self.layers.values():
             assert isinstance(layer, Block)
             layer.attention.core = core
@@ -219,7 +219,7 @@ class Llama(TrainModel):
         self.rope = self.held_positions(table).to(device)
 
     def initial(self, name: str) -> Initial:
-        """Projections into the residual stream are scaled down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019)."""
+        """Scale projections into the residual stream down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019)."""
         if name.endswith("norm.weight"):
             return Initial(mean=1.0)
         if name.endswith(("wo.weight", "w2.weight")):
@@ -228,17 +228,17 @@ class Llama(TrainModel):
 
 
 def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in fp32 of logits ``[B, S, V]`` against the tokens ``[B, S]``."""
+    """Return the mean cross entropy in fp32 of logits ``[B, S, V]`` against the tokens ``[B, S]``."""
     return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
 def projected_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """:func:`next_token_loss` of hidden states ``[B, S, D]``, by all logits at once."""
+    """Return :func:`next_token_loss` of hidden states ``[B, S, D]``, computing all logits at once."""
     return next_token_loss(F.linear(x, weight), targets)
 
 
 def rotary_table(seq_length: int, head_size: int, theta: float) -> Tensor:
-    """Cosines and sines ``[2, S, head_size]`` of rotary positions (Su et al., arXiv 2104.09864)."""
+    """Return cosines and sines ``[2, S, head_size]`` of rotary positions (Su et al., arXiv 2104.09864)."""
     inverse_frequency = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     angles = torch.outer(torch.arange(seq_length, dtype=torch.float32), inverse_frequency)
     angles = torch.cat([angles, angles], dim=-1)
@@ -246,14 +246,14 @@ def rotary_table(seq_length: int, head_size: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn the pairs ``(i, i + head_size / 2)`` of ``x [B, S, groups, H, head_size]`` by their position's angles."""
+    """Rotate the pairs ``(i, i + head_size / 2)`` of ``x [B, S, groups, H, head_size]`` by their position's angles."""
     cos, sin = (table[None, :, None, None].to(x.dtype) for table in rope)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return torch.addcmul(x * cos, turned, sin)
 
 
-# ---- ResNet v1.5 for images (He et al., arXiv 1512.03385): a block's stride lies in its 3x3 convolution
+# ---- ResNet v1.5 for images (He et al., arXiv 1512.03385): a block's stride is in its 3x3 convolution
 #
 # Shape letters: B images, C channels, H and W pixels, K classes.
 
@@ -261,8 +261,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class BatchNorm(nn.Module):
     """Batch norm with running statistics, always computed with fp32 statistics and gains.
 
-    The kernels take a 16-bit input with fp32 parameters, but no mixture of 16-bit parameters and fp32 statistics, which
-    sharded mixed precision would give.
+    The kernels support a 16-bit input with fp32 parameters, but not 16-bit parameters with fp32 statistics, which
+    sharded mixed precision would require.
     """
 
     momentum = 0.1
@@ -283,7 +283,7 @@ class BatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=True, momentum=momentum)
 
     def reset_statistics(self, device: torch.device) -> None:
-        """Start the running statistics, in fp32 whatever type the parameters have."""
+        """Initialise the running statistics, in fp32 for every type of parameters."""
         size = self.running_mean.shape
         self.running_mean = torch.zeros(size, device=device)
         self.running_var = torch.ones(size, device=device)
@@ -294,7 +294,7 @@ def _conv(channels_in: int, channels_out: int, size: int, stride: int = 1) -> nn
 
 
 class Shortcut(nn.Module):
-    """Brings a block's input to the shape of its output."""
+    """Converts a block's input to the shape of its output."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ class BottleneckBlock(nn.Module):
 
 
 def build_block(shape: ResNetModel, number: int) -> nn.Module:
-    """The residual block of this global number."""
+    """Build the residual block of this global number."""
     kind = BasicBlock if shape.depth == 18 else BottleneckBlock
     stage, place = place_in_stage(shape, number)
     channels = shape.width << stage
@@ -361,7 +361,7 @@ def build_block(shape: ResNetModel, number: int) -> nn.Module:
 
 
 def place_in_stage(shape: ResNetModel, number: int) -> tuple[int, int]:
-    """Stage (0..3) of block ``number``, and its place in there."""
+    """Return the stage (0..3) of block ``number``, and its index in it."""
     for stage, num_blocks in enumerate(shape.blocks_per_stage):
         if number < num_blocks:
             return stage, number
@@ -386,7 +386,7 @@ class ResNet(TrainModel):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        # The images come in fp32, whatever type the weights have.
+        # The images are fp32, whatever the type of the weights.
         h = F.relu(self.bn1(self.conv1(x.to(self.conv1.weight.dtype))))
         h = F.max_pool2d(h, 3, stride=2, padding=1)
         for layer in self.layers.values():
@@ -410,7 +410,7 @@ class ResNet(TrainModel):
 
 
 def class_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in fp32 of logits ``[B, K]`` against class numbers ``[B]``."""
+    """Return the mean cross entropy in fp32 of logits ``[B, K]`` against class numbers ``[B]``."""
     return F.cross_entropy(outputs.float(), targets)
 
 
@@ -433,17 +433,17 @@ class LinearChain(TrainModel):
         self.layers = nn.ModuleDict({str(i): Layer(shape.size, shape.size, bias=False) for i in chunk.layer_ids})
 
     def forward(self, x: Tensor) -> Tensor:
-        # The vectors come in fp32, whatever type the weights have.
+        # The vectors are fp32, whatever the type of the weights.
         x = x.to(next(self.parameters()).dtype)
         for layer in self.layers.values():
             x = layer(x)
         return x
 
     def initial(self, name: str) -> Initial:  # noqa: ARG002  # all alike
-        """The standard deviation that keeps the variance from layer to layer."""
+        """Use the standard deviation that preserves the variance from layer to layer."""
         return Initial(std=1.0 / math.sqrt(self.shape.size))
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error in fp32."""
+    """Return the mean squared error in fp32."""
     return F.mse_loss(outputs.float(), targets)

@@ -1,4 +1,4 @@
-"""Modules whose code is not ours, as models of the runner: the user's, and those of transformers."""
+"""Imported modules as models of the runner: custom ones, and those of transformers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trials.spec import LlamaModel, PythonModel
 from trials.user_code import call_function, described, load_function
 
 Call = Callable[[nn.Module, Tensor], Any]
-"""Runs a module on a batch of inputs and gives its outputs."""
+"""Runs a module on a batch of inputs and returns its outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module with its values, in fp32 on the CPU, and what the runner has to know of it."""
+    """A module with its values, in fp32 on the CPU, and what the runner needs to know about it."""
 
     module: nn.Module
     layers: str
@@ -36,16 +36,16 @@ class Built:
 
 
 class ImportedModel(TrainModel):
-    """Runs a module of the user's, or the part of it that one stage holds.
+    """Runs an imported module, or the part of it in one stage.
 
-    Where it has a head (:attr:`~trials.spec.ModuleFacts.head`), that is taken out and comes after the module, as
-    ``output``, to compute the loss.
+    Its head, if any (:attr:`~trials.spec.ModuleFacts.head`), is moved out of the module to ``output``, to compute the
+    loss.
     """
 
     is_own: ClassVar[bool] = True
 
     def __init__(self, built: Built, chunk: Chunk, no_tensor_parallel: str | None, head: str | None = None) -> None:
-        """``no_tensor_parallel`` is why tensor parallelism cannot split it."""
+        """``no_tensor_parallel`` is the reason why tensor parallelism cannot split it."""
         super().__init__()
         self.no_tensor_parallel = no_tensor_parallel
         self.module = built.module
@@ -57,7 +57,7 @@ class ImportedModel(TrainModel):
         self._input_dtype: torch.dtype | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
-        """Outputs, or with ``targets`` the loss; only a module with a head is given them."""
+        """Return outputs or, with ``targets``, the loss; only modules with a head get targets."""
         if self._input_dtype is not None and x.is_floating_point():
             x = x.to(self._input_dtype)
         outputs = self._call(self.module, x)
@@ -65,11 +65,11 @@ class ImportedModel(TrainModel):
 
     @property
     def has_tied_head(self) -> bool:
-        """Whether the head shares its weights with the module, with its embedding that is."""
+        """Whether the head shares its weights with the module, i.e. with its embedding."""
         return self.output is not None and any(self.output.weight is one for one in self.module.parameters())
 
     def store_as(self, dtype: torch.dtype) -> None:
-        """Keep parameters in this type, and inputs; tables among the buffers stay exact."""
+        """Convert parameters and inputs to this type; tables among the buffers stay exact."""
         if dtype != torch.float32:
             self._input_dtype = dtype
         for parameter in self.parameters():
@@ -78,7 +78,8 @@ class ImportedModel(TrainModel):
 
 
 def _taken_out(module: nn.Module, path: str) -> Head:
-    """The linear module at ``path`` as a head of ours, with its weights; ``module`` gives what it got from now on."""
+    """Return the linear module at ``path`` as a built-in head with its weights; ``module`` then returns the head's
+    input."""
     linear: Any = module.get_submodule(path)
     with torch.device("meta"):
         head = Head(linear.in_features, linear.out_features)
@@ -89,7 +90,7 @@ def _taken_out(module: nn.Module, path: str) -> Head:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw the same random numbers in every process for the duration of the body."""
+    """Draw the same random numbers in every process during the body."""
     import random
 
     import numpy as np
@@ -107,10 +108,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def build_python(model: PythonModel) -> Built:
-    """Call the user's function.
+    """Call the custom function.
 
     Raises:
-        InfeasibleSpec: it cannot be imported, fails, or gives no module.
+        InfeasibleSpec: it cannot be imported, fails, or returns no module.
     """
     module = call_function(model.model, model.cwd)
     if not isinstance(module, nn.Module):
@@ -130,10 +131,10 @@ def _called(module: nn.Module, x: Tensor) -> Any:
 
 
 def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None) -> ImportedModel:
-    """What ``chunk`` holds of the module, of which ``head`` computes the loss.
+    """Return the part of the module in ``chunk``; ``head`` computes the loss.
 
     Raises:
-        InfeasibleSpec: it has other layers than the sweep was planned with, or cannot be cut.
+        InfeasibleSpec: its layers differ from those planned for, or it cannot be cut.
     """
     found = len(list(layers_in(built.module, built.layers).children()))
     if found != num_layers:
@@ -141,7 +142,7 @@ def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None
             f"{built.layers} has {found} layers, but had {num_layers} when the sweep was planned; submit the "
             "sweep under a new name"
         )
-    # While it is whole: a stage lacks modules that the plan names.
+    # Before it is cut: a stage lacks modules that the plan names.
     no_tensor_parallel = plan_problem(built.module, built.tensor_parallel)
     if not (chunk.is_first and chunk.is_last):
         if problem := pipeline_problem(built.module, built.layers, built.before, built.after):
@@ -151,7 +152,7 @@ def part_of(built: Built, num_layers: int, chunk: Chunk, head: str | None = None
 
 
 def loss_of_python(model: PythonModel) -> Loss:
-    """The user's loss, in fp32.
+    """Return the custom loss, in fp32.
 
     Raises:
         InfeasibleSpec: it cannot be imported.
@@ -183,7 +184,7 @@ def build_hugging_face(config: str) -> Built:
     """Build the decoder of this ``config.json`` with transformers' own initial values, without dropout.
 
     Raises:
-        InfeasibleSpec: transformers is not installed, or knows no such decoder.
+        InfeasibleSpec: transformers is not installed, or has no such decoder.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -210,7 +211,7 @@ def build_hugging_face(config: str) -> Built:
 
 
 def drop_nothing(config: Any) -> None:
-    """Set every probability of dropout to 0, in place: the built-in models train without, and layouts compare so."""
+    """Set every dropout probability to 0, in place: the built-in models train without, and layouts stay comparable."""
     for part in (config, config.get_text_config()):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "layerdrop"))):
@@ -224,9 +225,8 @@ def _logits(module: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def head_of(built: Built, tokens: Tensor) -> str | None:
-    """Path of the module whose outputs for all ``tokens`` are the decoder's logits, where it is linear without a bias;
-    None where there is none, or where the decoder does more with its outputs: caps or scales them, or changes their
-    type."""
+    """Return the path of the linear module without bias whose outputs for all ``tokens`` are the decoder's logits. None
+    if there is none, or if the decoder caps or scales its outputs or changes their type."""
     head: nn.Module = built.module.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear or dict(head.named_parameters()).keys() != {"weight"}:
         return None
@@ -245,7 +245,7 @@ def head_of(built: Built, tokens: Tensor) -> str | None:
 
 
 def _layers_path(module: nn.Module, config: Any) -> str:
-    """Where the decoder keeps its layers: the first list of as many modules as it has layers."""
+    """Return the path of the decoder's layers: the first list with as many modules as it has layers."""
     number = config.get_text_config().num_hidden_layers
     for name, one in module.named_modules():
         if isinstance(one, nn.ModuleList) and len(one) == number:
@@ -254,12 +254,12 @@ def _layers_path(module: nn.Module, config: Any) -> str:
 
 
 def _ends(module: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Modules before and after the layers, by transformers' own plan for pipelines; None where it has none."""
+    """Return the modules before and after the layers, from transformers' plan for pipelines; None if it has none."""
     plan = list(getattr(module, "_pp_plan", None) or {})
     layers = [name for name in plan if name.rpartition(".")[2] in ("layers", "h", "blocks")]
     if not layers:
         return None, None
-    # The output layer comes first in the plan, because it is the outer model's.
+    # The output layer comes first in the plan, because it belongs to the outer model.
     inner = [name for name in plan if "." in name]
     at = inner.index(layers[0])
     outer = [name for name in plan if "." not in name]
@@ -267,7 +267,7 @@ def _ends(module: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
 
 
 def _plan(module: Any) -> Iterator[tuple[str, str]]:
-    """Transformers' own plan for tensor parallelism, without what splits weights that two modules share."""
+    """Yield transformers' plan for tensor parallelism, without weights that two modules share."""
     ends = [end for end in (module.get_input_embeddings(), module.get_output_embeddings()) if end is not None]
     is_tied = len({id(end.weight) for end in ends}) < len(ends)
     names = dict(module.named_modules())
@@ -277,12 +277,12 @@ def _plan(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def shape_of(built: Built, config: str, vocab_size: int) -> LlamaModel | None:
-    """The built-in decoder with as many weights per layer and the same attention; None for what is unlike one.
+    """Return the built-in decoder with as many weights per layer and the same attention; None if there is none.
 
-    Its feed-forward is as wide as the weights of a layer tell, whatever number of matrices they are in.
+    The width of its feed-forward follows from the weights of a layer, for any number of matrices.
     """
     if "expert" in config:
-        return None  # of a mixture's weights only a part works on each token
+        return None  # only a part of a mixture's weights works on each token
     text = built.module.config.get_text_config()  # type: ignore[operator, union-attr]
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
@@ -303,5 +303,5 @@ def shape_of(built: Built, config: str, vocab_size: int) -> LlamaModel | None:
 
 
 def _is_gated(layer: nn.Module) -> bool:
-    """Whether the feed-forward has a gate, as those of Llamas do."""
+    """Whether the feed-forward has a gate, as in Llama."""
     return any("gate_proj" in name for name, _ in layer.named_modules())

@@ -1,4 +1,4 @@
-"""The interface of a model, as the runner needs it, and of its loss."""
+"""The runner's interface of a model and of its loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Initial:
 
 
 class Layers(Protocol):
-    """Modules by name, of which each may be replaced by another."""
+    """Modules by name, each replaceable."""
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -42,17 +42,17 @@ class Layers(Protocol):
 
 
 class TrainModel(nn.Module):
-    """A model, or the part of it that one virtual stage of a pipeline holds.
+    """A model, or the part of it in one virtual stage of a pipeline.
 
-    Built on the meta device; :meth:`materialize` fills what is no parameter once there is storage. One of code that is
-    not ours is built with its values.
+    Built-in models are created on the meta device; :meth:`materialize` fills what is not a parameter when storage
+    exists. Imported models are created with their values.
     """
 
     is_own: ClassVar[bool] = False
-    """Whether the code is the user's or a package's: it comes with its initial values, may draw random numbers, and no
-    layer of it need be one graph."""
+    """Whether the code is the user's or a package's: it comes with its initial values, may draw random numbers, and its
+    layers need not be single graphs."""
     computes_loss: bool = False
-    """Whether the stage that holds the last layer takes ``targets`` as well and gives the loss, not outputs."""
+    """Whether the stage with the last layer also takes ``targets`` and returns the loss instead of outputs."""
     layers: Layers
     """The repeated layers by their global number, as text: the units of pipelining, recompute, compile and FSDP."""
 
@@ -60,36 +60,36 @@ class TrainModel(nn.Module):
         """Fill buffers and tables, on ``device``."""
 
     def initial(self, name: str) -> Initial:
-        """Initial values of the parameter of this name."""
+        """Return the distribution of initial values of the parameter of this name."""
         raise NotImplementedError
 
     def store_as(self, dtype: torch.dtype) -> None:
-        """Keep parameters in this type."""
+        """Convert parameters to this type."""
         self.to(dtype)
 
 
 class Loss(Protocol):
-    """A function that gives the mean loss in fp32 over outputs and targets."""
+    """A function from outputs and targets to the mean loss in fp32."""
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor: ...
 
 
-# Plans of tensor parallelism: patterns of module paths, and how each module is split. Splits nothing itself.
+# Plans of tensor parallelism: patterns of module paths, and how each module is split. This code splits nothing itself.
 #
-# Styles have the names that transformers gives them in ``base_model_tp_plan``. Activations between a ``colwise``
-# module and the next ``rowwise`` one are plain tensors, so the code between has to take sizes from them: a number of
-# heads that it knows from elsewhere is wrong by a factor of tp.
+# Styles have the names that transformers uses in ``base_model_tp_plan``. Activations between a ``colwise`` module and
+# the next ``rowwise`` one are plain tensors, so the code in between must take sizes from them: a number of heads from
+# elsewhere is wrong by a factor of tp.
 
 
 SUM_GRADIENTS = "replicated_with_grad_allreduce"
-"""Style of a module that every rank has whole, but which works on a part of the heads: its gradients are summed."""
+"""Style of a module that is whole on every rank, but works on a part of the heads: its gradients are summed."""
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", SUM_GRADIENTS)
-"""``colwise`` splits outputs, ``rowwise`` inputs; ``colwise_gather_output`` puts the outputs together again;
+"""``colwise`` splits outputs, ``rowwise`` inputs; ``colwise_gather_output`` gathers the outputs again;
 ``embedding_rowwise`` splits the rows of an embedding table."""
 
 
 def matches(module: nn.Module, plan: Sequence[Sequence[str]]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Path, module and style of every module with weights that a pattern names; the first pattern counts."""
+    """Yield path, module and style of every module with weights that a pattern matches; the first pattern counts."""
     expressions = [(re.compile(re.escape(pattern).replace(r"\*", "[^.]+")), style) for pattern, style in plan]
     for path, one in module.named_modules():
         style = next((style for expression, style in expressions if expression.fullmatch(path)), None)
@@ -98,7 +98,7 @@ def matches(module: nn.Module, plan: Sequence[Sequence[str]]) -> Iterator[tuple[
 
 
 def plan_problem(module: nn.Module, plan: Sequence[Sequence[str]]) -> str | None:
-    """Why the plan cannot split the module; None where it can."""
+    """Return why the plan cannot split the module; None if it can."""
     if not plan:
         return "tensor parallelism requires a plan: set workload.tensor_parallel"
     found = list(matches(module, plan))
@@ -119,14 +119,14 @@ def plan_problem(module: nn.Module, plan: Sequence[Sequence[str]]) -> str | None
     return None
 
 
-# Cuts a module of the user's into pipeline stages: what a stage does not hold is replaced by modules that do nothing.
+# Cutting of an imported module into pipeline stages: modules of other stages are replaced by ones that do nothing.
 #
-# The module's own ``forward`` runs on every stage. So whatever it does with the samples has to happen in the modules
-# that are named: those before the layers, the layers, those after them.
+# The module's own ``forward`` runs on every stage. So all work on the samples must happen in the named modules: those
+# before the layers, the layers, and those after them.
 
 
 class Absent(nn.Module):
-    """Stands in for a module that another stage holds: gives its first argument, and has its plain attributes."""
+    """Placeholder for a module of another stage: returns its first argument, and has its plain attributes."""
 
     def __init__(self, held_elsewhere: nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Absent(nn.Module):
 
 
 class LayerList:
-    """The layers of a module, in the list that it keeps them in itself; those of other stages left out."""
+    """The layers of a module, in their original list, without those of other stages."""
 
     def __init__(self, container: nn.Module, numbers: Sequence[int]) -> None:
         keys = list(container._modules)
@@ -168,10 +168,10 @@ class LayerList:
 
 
 def layers_in(module: nn.Module, path: str) -> nn.Module:
-    """The list of layers at ``path``.
+    """Return the list of layers at ``path``.
 
     Raises:
-        InfeasibleSpec: nothing lies there, or nothing that can be counted through.
+        InfeasibleSpec: there is nothing, or nothing that can be enumerated.
     """
     found = submodule(module, path, "layers")
     if not isinstance(found, nn.ModuleList | nn.Sequential | nn.ModuleDict) or len(found) == 0:
@@ -182,10 +182,10 @@ def layers_in(module: nn.Module, path: str) -> nn.Module:
 
 
 def submodule(module: nn.Module, path: str, key: str) -> nn.Module:
-    """The module at ``path``; ``key`` of the workload names it.
+    """Return the module at ``path``, the value of the workload's ``key``.
 
     Raises:
-        InfeasibleSpec: there is none; names those at the top.
+        InfeasibleSpec: there is none; the message lists those at the top.
     """
     try:
         return module.get_submodule(path)
@@ -197,7 +197,8 @@ def submodule(module: nn.Module, path: str, key: str) -> nn.Module:
 def pipeline_problem(
     module: nn.Module, layers: str, before: Sequence[str] | None, after: Sequence[str] | None
 ) -> str | None:
-    """Why the module cannot be cut into stages, for all that can be told without running it."""
+    """Return why the module cannot be cut into stages, as far as known without running it; None if no reason is
+    known."""
     if before is None or after is None:
         return "pipelines require the modules before and after the layers: set workload.before and .after"
     regions = {"before": [submodule(module, path, "before") for path in before]}
@@ -215,7 +216,7 @@ def pipeline_problem(
 
 
 def cut(module: nn.Module, chunk: Chunk, layers: str, before: Sequence[str], after: Sequence[str]) -> None:
-    """Leave only what ``chunk`` holds, in place."""
+    """Keep only the part in ``chunk``, in place."""
     absent = [] if chunk.is_first else [*before]
     absent += [] if chunk.is_last else [*after]
     for path in absent:
@@ -227,32 +228,31 @@ def cut(module: nn.Module, chunk: Chunk, layers: str, before: Sequence[str], aft
             container._modules[key] = Absent(layer)
 
 
-# Random numbers by place: each is a pure function of a key and of the element's index in the whole tensor.
+# Random numbers by position: each is a pure function of a key and of the element's index in the whole tensor.
 #
-# Whoever holds a part of a tensor draws that part alone, on its own device, and finds what every other holder of the
-# same elements finds, bit for bit: the counter-based way of Salmon et al. (SC 2011). The generator is SplitMix64
-# (Steele, Lea and Flood, OOPSLA 2014) entered at the place wanted, one word of 64 bits for two elements. All
-# arithmetic is exact (integers) or rounded as IEEE 754 says (single additions and multiplications of fp32), so that
-# neither the shape at hand nor vector units can change a bit; a vectorised ``log`` differs in the last elements of its
-# loop.
+# Each holder of a part of a tensor draws only that part, on its own device, and gets the same bits as all other holders
+# of the same elements: a counter-based generator (Salmon et al., SC 2011). It is SplitMix64 (Steele, Lea and Flood,
+# OOPSLA 2014) started at the wanted position, with one 64-bit word for two elements. All arithmetic is exact (integers)
+# or rounded by IEEE 754 (single additions and multiplications of fp32). So the result depends neither on the shape nor
+# on vector units; a vectorised ``log``, for example, differs in the last elements of its loop.
 
 
 CPU_TILE_WORDS = 1 << 16
-"""Words of 64 bits drawn at a time on a CPU: what its caches hold."""
+"""64-bit words drawn at a time on a CPU: as many as fit its caches."""
 DEVICE_TILE_WORDS = 1 << 20
 """The same on other devices: enough to keep one busy, with temporaries below 64 MiB."""
 
 _INCREMENT = 0x9E3779B97F4A7C15
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""SplitMix64's steps: the bits that a word is shifted by, and what it is multiplied with then."""
+"""SplitMix64's steps: the shift of a word, then its factor."""
 _MANTISSA_BITS = 6
-"""The normal quantile is a straight line over each 64th of every power of two; within 2e-5 of the true one."""
+"""The normal quantile is linear over each 64th of every power of two; the error is below 2e-5."""
 _NUM_LINES = 1 << (1 + 8 + _MANTISSA_BITS)
 """One line for every sign, exponent and leading part of the mantissa of an fp32 number."""
 
 
 def key_of(*parts: object) -> int:
-    """64 bits that stand for all of ``parts``: for instance a seed and a parameter's name."""
+    """Return 64 bits that identify ``parts``: for instance a seed and a parameter's name."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -269,20 +269,21 @@ class Tile:
 
 
 class Draws:
-    """Draws on one device. Holds tables and one tile's counters, so make it where it is needed and let it go."""
+    """Generator on one device. It holds tables and one tile's counters, so create it when needed and drop it after
+    use."""
 
     def __init__(self, device: torch.device, tile_words: int | None = None) -> None:
-        """``tile_words``: words drawn at a time, if not those that suit the device; no number depends on it."""
+        """``tile_words``: words drawn at a time, if not the device's default; the numbers do not depend on it."""
         self.tile_words = tile_words or (CPU_TILE_WORDS if device.type == "cpu" else DEVICE_TILE_WORDS)
         self._counters = torch.arange(self.tile_words + 1, device=device) * _signed(_INCREMENT)
         self._intercepts, self._slopes = (torch.tensor(table, device=device) for table in _quantile_lines())
 
     def tiles(self, part: Tensor, size: Sequence[int], start: Sequence[int]) -> Iterator[Tile]:
-        """Cut ``part``, which begins at ``start`` in a tensor of this ``size``, into tiles that are drawn at once."""
+        """Cut ``part``, which starts at ``start`` in a tensor of this ``size``, into tiles that are drawn at once."""
         return tiles(part, size, start, 2 * self.tile_words)
 
     def normal(self, key: int, tile: Tile) -> Tensor:
-        """Standard normal values of a tile's elements in fp32, at most 6.4 from 0."""
+        """Return standard normal values of a tile's elements in fp32, at most 6.4 from 0."""
         centred = self._integers(key, tile).float().add_(0.5)
         lines = (centred.view(torch.int32) >> (23 - _MANTISSA_BITS)).bitwise_and_(_NUM_LINES - 1).flatten()
         slopes, intercepts = (
@@ -291,11 +292,11 @@ class Draws:
         return slopes.mul_(centred).add_(intercepts)
 
     def uniform(self, key: int, tile: Tile) -> Tensor:
-        """Values of a tile's elements in fp32, uniform within 1 of 0."""
+        """Return values of a tile's elements in fp32, uniform in -1..1."""
         return self._integers(key, tile).float().add_(0.5).mul_(2.0**-31)
 
     def _integers(self, key: int, tile: Tile) -> Tensor:
-        """Uniform 32-bit integers ``[R, N]``: the halves of words. A row of odd start leaves out the first half."""
+        """Return uniform 32-bit integers ``[R, N]``: halves of words. A row with an odd start skips the first half."""
         length = tile.rows.shape[1]
         before = 1 if tile.parity is None else tile.parity
         words = (tile.first >> 1).mul_(_signed(_INCREMENT)).add_(_signed(key + _INCREMENT)).unsqueeze(1)
@@ -313,7 +314,7 @@ def tiles(part: Tensor, size: Sequence[int], start: Sequence[int], max_elements:
     if not size:
         part, size, start = part.view(1), (1,), (0,)
     strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
-    # The last dimension of which the part lacks something: from there on its elements are consecutive in the whole.
+    # The last dimension that the part does not cover; from there on its elements are consecutive in the whole.
     split = max((dim for dim, whole in enumerate(size) if part.shape[dim] < whole), default=0)
     origin = sum(begin * stride for begin, stride in zip(start, strides, strict=True))
     first = torch.full((1,), origin, device=part.device)
@@ -333,7 +334,7 @@ def tiles(part: Tensor, size: Sequence[int], start: Sequence[int], max_elements:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """SplitMix64's output function, in place. Shifting right has to bring in zeros, unlike that of signed integers."""
+    """Apply SplitMix64's output function in place. Right shifts must insert zeros, unlike those of signed integers."""
     for shift, factor in _MIXING:
         words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor != 1:
@@ -342,17 +343,18 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of the lowest 64 of ``word``."""
+    """Return the int64 with the lowest 64 bits of ``word``."""
     word %= 1 << 64
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
 @functools.cache
 def _quantile_lines() -> tuple[list[float], list[float]]:
-    """Intercepts and slopes of the normal quantile of ``|x| / 2**32`` by the leading bits of ``x``, and odd in ``x``.
+    """Return intercepts and slopes of the normal quantile of ``|x| / 2**32`` by the leading bits of ``x``, odd in
+    ``x``.
 
-    ``|x|`` lies in [0.5, 2**31]: up to the median, where all is 0. Worked out in fp64; fp32 numbers made of these are
-    rounded once.
+    ``|x|`` is in [0.5, 2**31], up to the median, where the quantile is 0. Computed in fp64; the resulting fp32 numbers
+    are rounded once.
     """
     intercepts, slopes = [0.0] * _NUM_LINES, [0.0] * _NUM_LINES
     quantile, num_pieces = NormalDist().inv_cdf, 1 << _MANTISSA_BITS

@@ -1,7 +1,7 @@
-"""Counts a module whose code is not ours before any trial: layers, parameters, work, and how it can be split.
+"""Inspection of an imported module before any trial: layers, parameters, work, and possible splits.
 
-``python -m trials.models.module_facts`` reads a :class:`CountRequest` as JSON on stdin and writes a
-:class:`CountReply` on stdout. It imports the user's code, so it is a process of its own.
+``python -m trials.models.module_facts`` reads a :class:`CountRequest` as JSON from stdin and writes a
+:class:`CountReply` to stdout. It imports user code, so it is a separate process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, PythonD
 from trials.user_code import described
 
 MAX_PARAMETERS = 100_000_000
-"""Larger modules are counted without values, where they can be: shapes alone then tell whether stages add up."""
+"""Larger modules are inspected without values if possible; then only shapes show whether stages match the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountRequest:
-    """A model, of which the facts are still empty, and the data that it trains on."""
+    """A model without facts, and the data that it trains on."""
 
     model: UserModel
     data: Data
@@ -47,7 +47,7 @@ class CountRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountReply:
-    """What was found, or why nothing was."""
+    """The findings, or why there are none."""
 
     facts: ModuleFacts | None = None
     shape: LlamaModel | None = None
@@ -67,7 +67,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count(request: CountRequest) -> CountReply:
-    """Build the module and take one sample through it.
+    """Build the module and run one sample through it.
 
     Raises:
         InfeasibleSpec, DataError: it cannot be built, or has no data.
@@ -93,12 +93,12 @@ def count(request: CountRequest) -> CountReply:
 
 
 def _build(model: UserModel) -> Built:
-    """The module with its values; a large one without, if it can be built so."""
+    """Build the module with its values; a large one without, if possible."""
     try:
         with torch.device("meta"):
             built = build_imported(model, 0)
         number = sum(parameter.numel() for parameter in built.module.parameters())
-    except Exception:  # the same fault, if it is the user's, comes again below
+    except Exception:  # an error in user code recurs below
         number = 0
     if number <= MAX_PARAMETERS:
         built = build_imported(model, 0)
@@ -117,7 +117,7 @@ def _sample(request: CountRequest, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _work(built: Built, model: UserModel, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """FLOPs, kept elements and operators of one sample.
+    """Return FLOPs, kept elements and operators of one sample.
 
     Raises:
         InfeasibleSpec: a step on it fails.
@@ -151,7 +151,7 @@ def _work(built: Built, model: UserModel, inputs: Tensor, targets: Tensor) -> di
 
 @torch.no_grad()
 def _stages_problem(built: Built, num_layers: int, inputs: Tensor) -> str | None:
-    """Why two stages, one after the other, do not give what the whole module gives; None where they do."""
+    """Return how the output of two consecutive stages differs from the whole module's; None if it does not."""
     if num_layers < 2:
         return None
     built.module.eval()
@@ -186,7 +186,7 @@ def _copied(built: Built) -> Built:
 
 
 def main(work: Callable[[CountRequest], CountReply] = count) -> None:
-    """Answer the request on stdin; what the user's code prints goes to stderr."""
+    """Answer the request on stdin; output of user code goes to stderr."""
     request: CountRequest = from_json(CountRequest, json.load(sys.stdin))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -27,29 +27,28 @@ from trials.models.model import TrainModel
 from trials.parallel.mesh import Group, communicate, group_of
 from trials.spec import Layout
 
-# Collectives in two halves for code that has its own backward pass: start one, compute, wait for its result.
+# Collectives in two halves for code with its own backward pass: start one, compute, wait for its result.
 #
-# All go through torch's functional collectives (see :mod:`trials.parallel.mesh`, whose own halves autograd
-# sees) and work along dimension 0.
+# All use torch's functional collectives (:mod:`trials.parallel.mesh` has differentiable halves) along dimension 0.
 
 
 def start_gather(x: Tensor, group: Group) -> Tensor:
-    """Begin to collect every rank's ``x``."""
+    """Start gathering every rank's ``x``."""
     out: Tensor = _ops().all_gather_into_tensor(x.contiguous(), group.size, group.name)
     return out
 
 
 def start_scatter(x: Tensor, group: Group) -> Tensor:
-    """Begin to sum every rank's ``x`` and to give each rank its part."""
+    """Start summing every rank's ``x`` and giving each rank its part."""
     out: Tensor = _ops().reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
     return out
 
 
 def start_rotation(x: Tensor, group: Group) -> Tensor:
-    """Begin to send ``x`` to the next rank and to receive that of the previous one.
+    """Start sending ``x`` to the next rank and receiving that of the previous one.
 
-    It is an exchange in which ranks have nothing to send to all but one: fake process groups and compiled graphs know
-    that, pairs of sends and receives they do not.
+    This is an all-to-all that is empty for all ranks but one: fake process groups and compiled graphs support it,
+    unlike pairs of sends and receives.
     """
     sent, received = [0] * group.size, [0] * group.size
     sent[(group.rank + 1) % group.size] = received[(group.rank - 1) % group.size] = x.shape[0]
@@ -58,7 +57,7 @@ def start_rotation(x: Tensor, group: Group) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Wait for what was started; its result."""
+    """Wait for a started collective and return its result."""
     out: Tensor = _ops().wait_tensor(x)
     return out
 
@@ -67,11 +66,11 @@ def _ops() -> Any:
     return torch.ops._c10d_functional
 
 
-# Attention to keys and values that are gathered from all ranks (as in Grattafiori et al., arXiv 2407.21783).
+# Attention to keys and values gathered from all ranks (as in Grattafiori et al., arXiv 2407.21783).
 #
-# A rank attends to its own pieces causally, while those of the others come in. Then both its pieces attend to the
-# early pieces of the ranks before it, and its late piece to both pieces of the ranks after it, by kernels without a
-# mask. The backward pass gathers again instead of keeping what was gathered.
+# A rank attends to its own pieces causally while those of the others arrive. Then both its pieces attend to the early
+# pieces of the ranks before it, and its late piece to both pieces of the ranks after it, by kernels without a mask. The
+# backward pass gathers again instead of keeping the gathered tensors.
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -107,22 +106,22 @@ class GatheredAttention(torch.autograd.Function):
 
 
 def _others(gathered: Tensor, group: Group) -> list[tuple[bool, Tensor]]:
-    """What this rank attends to of the other ranks' packed keys and values, and whether by its late piece only.
+    """Yield what this rank attends to in the other ranks' packed keys and values, and whether by its late piece only.
 
-    Without a mask their order does not matter. All ranks use what they gather: graphs drop a collective that is for
-    nothing, and the other ranks would wait for it.
+    Without a mask their order does not matter. All ranks use what they gather: graphs drop a collective whose result is
+    unused, and the other ranks would wait for it.
     """
     by_rank = torch.unflatten(gathered, 0, (group.size, -1))
     before, after = by_rank[: group.rank, :, 0], by_rank[group.rank + 1 :]
     return [(is_late, part) for is_late, part in ((False, before), (True, after)) if part.numel()]
 
 
-# Attention to keys and values that go round a ring of ranks (Liu et al., arXiv 2310.01889).
+# Attention to keys and values that rotate through a ring of ranks (Liu et al., arXiv 2310.01889).
 #
-# In every step a rank attends to what it holds while the next keys and values come in: its own first, causally, then
-# of a rank before it the early piece, by both pieces of its queries, of a rank after it both pieces, by its late one.
-# That is the same work in every step on every rank. The backward pass sends keys and values round again, and
-# behind them the sums of their gradients, which reach their rank with one step more.
+# In every step a rank attends to the keys and values it holds while the next ones arrive. First its own, causally; then
+# those of a rank before it (the early piece, by both pieces of its queries) or after it (both pieces, by its late
+# piece). That is the same work in every step on every rank. The backward pass rotates keys and values again, followed
+# by the sums of their gradients, which take one more step to reach their rank.
 
 
 class RingAttention(torch.autograd.Function):
@@ -170,29 +169,29 @@ class RingAttention(torch.autograd.Function):
 
 
 def _comes_after(group: Group, step: int) -> bool:
-    """Whether what is held in this step belongs to a rank after this one."""
+    """Whether the keys held in this step belong to a rank after this one."""
     return (group.rank - step) % group.size > group.rank
 
 
 def _seen(held: Tensor, *, is_late: bool) -> Tensor:
-    """What queries see of packed keys and values: this rank's late piece all, both its pieces the early half."""
+    """Return what queries see of packed keys and values: the late piece everything, both pieces the early half."""
     return held if is_late else held[:, 0]
 
 
-# Attention of whole sequences by a part of the heads (Jacobs et al., arXiv 2309.14509).
+# Attention over whole sequences by some of the heads (Jacobs et al., arXiv 2309.14509).
 #
-# Before attention the ranks exchange positions for heads, after it heads for positions, so that in between torch's own
-# choice of kernels holds. What they hold of a sequence is not in its order: it is put in order on the way, and taken
-# apart again.
+# Before attention the ranks exchange positions for heads, and afterwards heads for positions, so torch's own choice of
+# kernels applies in between. The pieces held by the ranks are not in sequence order; they are sorted on the way in and
+# out.
 #
-# Per pass a rank sends ``(cp - 1) / cp`` of its queries, keys, values and outputs, whatever the number of ranks, where
-# the other methods send keys and values ``cp - 1`` times; nothing hides it.
+# Per pass a rank sends ``(cp - 1) / cp`` of its queries, keys, values and outputs, for any number of ranks; the other
+# methods send keys and values ``cp - 1`` times. This communication is not overlapped.
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group) -> Tensor:
-    """Causal attention over whole sequences of ``H / cp`` heads, exchanged for parts of all heads and back.
+    """Compute causal attention over whole sequences of ``H / cp`` heads, exchanged for parts of all heads and back.
 
-    Takes and gives what this rank holds, ``[B, H, S / cp, head_size]``, keys and values of maybe fewer heads.
+    Arguments and result are this rank's parts, ``[B, H, S / cp, head_size]``; keys and values may have fewer heads.
     """
     by_rank = [torch.unflatten(t, 1, (group.size, -1)).movedim(1, 0) for t in (q, k, v)]
     num_heads = [t.shape[2] for t in by_rank]
@@ -202,26 +201,25 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, g
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """Whole sequences ``[..., S, D]`` from what the ranks hold, ``[cp, ..., S / cp, D]``."""
+    """Return whole sequences ``[..., S, D]`` from the ranks' parts, ``[cp, ..., S / cp, D]``."""
     early, late = torch.unflatten(parts, -2, (2, -1)).unbind(-3)
     return torch.cat([early, late.flip(0)]).movedim(0, -3).flatten(-3, -2)
 
 
 def by_holder(x: Tensor, cp: int) -> Tensor:
-    """The inverse of :func:`in_order`."""
+    """Invert :func:`in_order`."""
     early, late = torch.unflatten(x, -2, (2 * cp, -1)).movedim(-3, 0).chunk(2)
     return torch.stack([early, late.flip(0)], dim=-3).flatten(-3, -2)
 
 
-# Splits sequences over ranks, and replaces a model's attention by one that works on what they hold.
+# Splitting of sequences over ranks, and the replacement of a model's attention.
 #
-# A sequence is cut into ``2 cp`` pieces, and rank r holds pieces r and ``2 cp - 1 - r``: the later a piece, the more
-# keys it attends to, so this gives every rank the same work (as in Grattafiori et al., arXiv 2407.21783, section
-# 3.3.2).
+# A sequence is cut into ``2 cp`` pieces, and rank r holds pieces r and ``2 cp - 1 - r``. Later pieces attend to more
+# keys, so this balances the work (as in Grattafiori et al., arXiv 2407.21783, section 3.3.2).
 
 
 def apply_context_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout, plan: AttentionPlan) -> None:
-    """Split the sequences over ``mesh``, the cp one, in place."""
+    """Split the sequences over the context-parallel ``mesh``, in place."""
     assert isinstance(model, Llama), "legality keeps context parallelism to models that have it"
     group = group_of(mesh)
     # One object for all layers, so that they share compiled code.
@@ -243,9 +241,9 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, ...]:
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group, function: type[torch.autograd.Function]
 ) -> Tensor:
-    """Causal attention of this rank's ``q [B, H, S / cp, head_size]`` to the keys and values of all ranks.
+    """Compute causal attention of this rank's ``q [B, H, S / cp, head_size]`` to the keys and values of all ranks.
 
-    A ``TorchFunctionMode`` sees it under the name of what it replaces, to be cast or called again.
+    A ``TorchFunctionMode`` sees it under the name of the function it replaces, to cast or recompute it.
     """
     q, k, v = (t.to(plan.dtype) for t in (q, k, v))
     out: Tensor = function.apply(q, k, v, Parts.by(plan), group)  # type: ignore[no-untyped-call]
@@ -253,7 +251,7 @@ def scaled_dot_product_attention(
 
 
 def split_sequence(tensor: Tensor, index: int, cp: int) -> Tensor:
-    """The positions ``[B, S / cp, ...]`` of ``tensor [B, S, ...]`` that context-parallel rank ``index`` holds."""
+    """Return the positions ``[B, S / cp, ...]`` of ``tensor [B, S, ...]`` on context-parallel rank ``index``."""
     assert tensor.shape[1] % (2 * cp) == 0, "legality checks that 2 cp divides the sequence"
     pieces = tensor.chunk(2 * cp, dim=1)
     return torch.cat([pieces[index], pieces[2 * cp - 1 - index]], dim=1)

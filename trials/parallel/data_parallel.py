@@ -1,11 +1,11 @@
-"""ZeRO stage 1 on plain tensors: buckets of gradients are reduced to who updates them, new weights gathered back.
+"""ZeRO stage 1 on plain tensors: gradients are reduced in buckets to the ranks that update them, weights gathered back.
 
-Weights and gradients lie one after the other in flat buckets, in the order in which the backward pass makes gradients.
-Of every bucket each rank updates one slice (Rajbhandari et al., arXiv 1910.02054). So a step sends what an all-reduce
-does: each rank a bucket's bytes once to reduce it and once to gather it, whatever the number of parameters.
+Weights and gradients lie in flat buckets, in the order in which the backward pass produces gradients. Each rank updates
+one slice of every bucket (Rajbhandari et al., arXiv 1910.02054). So a step sends as much as an all-reduce: each rank
+sends a bucket's bytes once to reduce it and once to gather it, for any number of parameters.
 
-Reductions run beside the backward pass, gathers beside the update of other buckets and the next forward pass: each
-layer waits for its own weights (Megatron-LM's ``--overlap-param-gather``).
+Reductions overlap the backward pass; gathers overlap the update of other buckets and the next forward pass, in which
+each layer waits only for its own weights (Megatron-LM's ``--overlap-param-gather``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,21 +35,21 @@ from trials.precision import mixed_precision_policy
 from trials.spec import Layout, Precision
 from trials.torch_support import parameter_groups, replicas_keep_buffers
 
-# Older releases have them by other names.
+# Older releases have other names for them.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 BUCKET_BYTES = 25 << 20
-"""Bytes from which on a bucket takes no more parameters: those of DDP."""
+"""Size from which a bucket takes no more parameters: DDP's default."""
 SLICE_BYTES = 1 << 20
-"""Bytes of a rank's slice from which on collectives are worth their start: with many ranks buckets are larger."""
+"""Slice size from which collectives are efficient: with many ranks, buckets are larger."""
 ALIGNMENT_BYTES = 128
-"""Where parameters and slices begin: what kernels and collectives read fastest."""
+"""Alignment of parameters and slices, for fast access by kernels and collectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What parameters have to have in common to lie in one bucket."""
+    """Properties shared by all parameters of a bucket."""
 
     dtype: torch.dtype
     num_replicas: int
@@ -64,25 +65,25 @@ class Peers:
     shards: dist.ProcessGroup
     """Ranks that update a slice each."""
     replicas: dist.ProcessGroup | None
-    """Ranks that update the same slice, in other copies of all of that; None where there are no other copies."""
+    """Ranks that update the same slice in replicas of these shards; None if there are no replicas."""
 
     @property
     def count(self) -> int:
-        """All data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.shards.size() * (1 if self.replicas is None else self.replicas.size())
 
 
 class Bucket:
-    """Some parameters and their gradients, each one after the other; the slice this rank updates is a held tensor.
+    """Some parameters and their gradients, each one after the other; the slice that this rank updates is a held tensor.
 
-    It takes memory for values when the parameters move in, for gradients when the first of them comes.
+    Memory for values is allocated when the parameters move in, memory for gradients when the first one arrives.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind, peers: Peers) -> None:
         self.parameters = tuple(parameters)
         self.is_partial = kind.is_partial
         self._peers = peers
-        # Sums of float16 overflow where their averages do not, and not every backend divides first.
+        # Sums in float16 overflow where averages do not, and not every backend divides first.
         self._op = dist.ReduceOp.SUM if kind.dtype == torch.float16 else dist.ReduceOp.AVG
         num_shards = peers.shards.size()
         self.num_replicas = kind.num_replicas // num_shards
@@ -98,21 +99,21 @@ class Bucket:
         self._values: Tensor
         self._gradients: Tensor
         self._views: list[Tensor] = []
-        """Gradients by parameter, once there are any."""
+        """Gradients by parameter; empty before the first."""
         self._reducing: Any = None
         self._gathering: Any = None
         self.num_missing = len(self.parameters)
-        """Gradients that have not come in this step's last backward pass."""
+        """Gradients still missing from this step's last backward pass."""
 
     @torch.no_grad()
     def bind(self) -> None:
-        """Move the parameters here, in the memory format they have. The memory of each is free at once."""
+        """Move the parameters here, in their memory format; the memory of each is freed at once."""
         self._values = self._zeros()
         for i, parameter in enumerate(self.parameters):
             parameter.data = self._view(self._values, i).copy_(parameter)
 
     def _zeros(self) -> Tensor:
-        """Room for all elements. What lies between parameters stays 0: only sums and averages of it are written."""
+        """Allocate all elements. Gaps between parameters stay 0: only sums and averages of them are written."""
         return torch.zeros(self._size, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
 
     def _view(self, flat: Tensor, index: int) -> Tensor:
@@ -122,10 +123,10 @@ class Bucket:
         return flat[self._starts[index] :][: parameter.numel()].view(parameter.shape)
 
     def take(self, index: int) -> None:
-        """Move the gradient of parameter ``index`` here, unless it has been added up here already.
+        """Move the gradient of parameter ``index`` here, unless it was already accumulated here.
 
-        The copy reads and writes each element once. To have autograd add to a view of zeros instead would write it
-        twice and read it twice.
+        The copy reads and writes each element once. Letting autograd accumulate into a view of zeros would read and
+        write it twice.
         """
         if not self._views:
             self._gradients = self._zeros()
@@ -138,14 +139,14 @@ class Bucket:
         parameter.grad = view
 
     def reduce(self) -> None:
-        """Begin to average gradients over the ranks that share the states; this rank gets those of its slice."""
+        """Start averaging gradients over the ranks that share the states; this rank gets those of its slice."""
         if self._op == dist.ReduceOp.SUM:
             self._gradients.div_(self._peers.count)
         own = self._gradients[self._own]
         self._reducing = _reduce_scatter(own, self._gradients, op=self._op, group=self._peers.shards, async_op=True)
 
     def reduce_replicas(self) -> None:
-        """Once that is done, begin to average the slice over its replicas."""
+        """After that, start averaging the slice over its replicas."""
         if self._peers.replicas is not None:
             self.wait()
             own = self._gradients[self._own]
@@ -174,10 +175,10 @@ class Bucket:
 
 
 class BucketedReplica(nn.Module):
-    """Wraps a model as DDP does; gradients are whole while micro-batches add up, and slices after the last one.
+    """Wrapper of a model like DDP; gradients are whole while micro-batches accumulate, and slices after the last one.
 
-    Reductions begin as soon as a bucket's gradients are there, beside the rest of the backward pass, always in the
-    order of the buckets, on which all ranks agree.
+    The reduction of a bucket starts when its gradients are complete, overlapping the rest of the backward pass. It is
+    always in the order of the buckets, which is the same on all ranks.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class BucketedReplica(nn.Module):
         device: torch.device,
         units: Iterable[nn.Module] = (),
     ) -> None:
-        """``units`` are modules whose parameters nobody reads before they are called, outside of compiled graphs: they
-        wait for their weights when they are. All other weights are waited for before the model is called."""
+        """``units`` are modules whose parameters have no readers before they are called, outside of compiled graphs:
+        they wait for their weights when called. All other weights are waited for before the model is called."""
         super().__init__()
         self.module = model
         self.reduces = True
@@ -204,12 +205,12 @@ class BucketedReplica(nn.Module):
             for i, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(_Arrival(self, bucket, i))  # type: ignore[no-untyped-call]
         self._needed_first = self._let_wait(units)
-        # Weights of convolutions find their memory format in trial passes, before the first forward pass.
+        # Weights of convolutions get their memory format in trial passes, before the first forward pass.
         if not any(parameter.dim() == 4 for parameter in kinds):
             self.bind()
 
     def _let_wait(self, units: Iterable[nn.Module]) -> list[Bucket]:
-        """Have every unit wait for the buckets that it has weights in; those that something else has weights in too."""
+        """Make every unit wait for the buckets with its weights; return the buckets that also hold other weights."""
         bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         others = set(bucket_of)
         for unit in units:
@@ -227,14 +228,14 @@ class BucketedReplica(nn.Module):
             return self.module(*args, **options)
 
     def bind(self) -> None:
-        """Move the parameters into their buckets, one bucket after the other, if they are not there yet."""
+        """Move the parameters into their buckets, one bucket after the other, if they are not yet there."""
         if not self._is_bound:
             self._is_bound = True
             for bucket in self.buckets:
                 bucket.bind()
 
     def arrived(self, bucket: Bucket, index: int) -> None:
-        """Take in a gradient that a backward pass has completed, and reduce the buckets that are full."""
+        """Take a gradient that a backward pass has completed, and reduce full buckets."""
         if not self._is_bound:
             return  # a trial pass of the bare model
         bucket.take(index)
@@ -245,10 +246,10 @@ class BucketedReplica(nn.Module):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what is left after the step's last backward pass, and wait for all.
+        """Reduce what is left after the step's last backward pass, and wait for everything.
 
-        What has not arrived by itself are gradients that a schedule has added up without autograd's hooks, and those of
-        parameters that were not used, which are 0.
+        Two kinds of gradients are left: those that a schedule accumulated without autograd's hooks, and those of unused
+        parameters, which are 0.
         """
         self.bind()
         _wait_for_values(self.buckets)
@@ -268,7 +269,7 @@ class BucketedReplica(nn.Module):
         self._num_reduced = 0
 
     def _reduce_next(self) -> None:
-        """Begin to reduce the next bucket. The one before, most likely complete, goes on to its replicas."""
+        """Start reducing the next bucket. The previous one, most likely complete, goes on to its replicas."""
         with self._on_side_stream():
             if self._num_reduced:
                 self.buckets[self._num_reduced - 1].reduce_replicas()
@@ -277,7 +278,7 @@ class BucketedReplica(nn.Module):
 
     @contextlib.contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """A stream for waiting in, so that the one that computes does not wait; the CPU has none."""
+        """Wait on a separate stream, so that the compute stream does not wait; the CPU has none."""
         if self._stream is not None:
             self._stream.wait_stream(self._compute_stream())
         with on_stream(self._stream):
@@ -295,13 +296,13 @@ def _wait_for_values(buckets: Iterable[Bucket]) -> None:
 
 
 def _call_when_gathered(call: Callable[..., Any], buckets: tuple[Bucket, ...], *args: Any, **options: Any) -> Any:
-    """Call a module once the weights in ``buckets`` are there."""
+    """Call a module after the weights in ``buckets`` have arrived."""
     _wait_for_values(buckets)
     return call(*args, **options)
 
 
 class _Arrival:
-    """Tells its replica that a parameter's gradient is complete."""
+    """Hook that reports a parameter's gradient as complete to its replica."""
 
     def __init__(self, replica: BucketedReplica, bucket: Bucket, index: int) -> None:
         self._replica, self._bucket, self._index = replica, bucket, index
@@ -311,7 +312,7 @@ class _Arrival:
 
 
 def _dealt_out(kinds: dict[nn.Parameter, Kind], bucket_bytes: int) -> list[tuple[list[nn.Parameter], Kind]]:
-    """Parameters by bucket, in the order in which buckets fill: the last module's gradients come first."""
+    """Distribute parameters to buckets in the order in which these fill: the last module's gradients come first."""
     filled: list[tuple[list[nn.Parameter], Kind]] = []
     open_: dict[Kind, list[nn.Parameter]] = {}
     for parameter in reversed(list(kinds)):
@@ -326,7 +327,7 @@ def _dealt_out(kinds: dict[nn.Parameter, Kind], bucket_bytes: int) -> list[tuple
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether elements fill the tensor's memory without gaps, in whatever order."""
+    """Whether elements fill the tensor's memory without gaps, in any order."""
     strides = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
     for stride, size in strides:
@@ -337,20 +338,20 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _as_ddp(replica: BucketedReplica) -> AbstractContextManager[None]:
-    """Let torch.compile cut a whole model's graph at ``bucket_bytes_cap``, as for DDP, so that gradients come piece by
-    piece."""
+    """Let torch.compile split the graph of a whole model at ``bucket_bytes_cap``, as for DDP, so that gradients arrive
+    in pieces."""
     return DistributedDataParallel._inside_ddp_forward(replica)  # type: ignore[arg-type]
 
 
-# Data parallelism: DDP, buckets for ZeRO-1, FSDP2 sharding and FSDP2 replication of one part of the model.
+# Data parallelism of one part of the model: DDP, buckets for ZeRO-1, FSDP2 sharding and FSDP2 replication.
 
 
-_ENDS = ("tok_embeddings", "output")
+_TABLES = ("tok_embeddings", "output")
 """Names of the modules with a weight of the size of the vocabulary."""
 
 
 def uses_fsdp(layout: Layout) -> bool:
-    """Whether the data-parallel engine is FSDP2, be it to shard or to replicate."""
+    """Whether the data-parallel engine is FSDP2, for sharding or for replication."""
     return layout.dp * layout.cp > 1 and not holds_plain(layout)
 
 
@@ -360,31 +361,45 @@ def reduces_each(layout: Layout) -> bool:
 
 
 def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: Precision) -> None:
-    """Shard or replicate every layer, then the rest, with FSDP2 in place.
+    """Shard or replicate embedding, layers, norm and head as separate units, then the rest, with FSDP2 in place.
 
-    ZeRO stage 3 frees gathered weights after the forward pass, except the root's, which the backward needs at once.
+    In one unit, embedding and head would be gathered before the first layer and reduced after it, without overlap. As
+    separate units, the head's gather overlaps the layers, and its reduction their backward pass.
+
+    ZeRO stage 3 frees a layer's gathered weights after its forward pass; weights outside of layers stay gathered.
     """
     policy = mixed_precision_policy(precision)
+    tables = _tables(model)
     if layout.shard_embedding:
-        for end in _ends(model):
-            fully_shard(end, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy, reshard_after_forward=True)
-    parts: list[nn.Module] = [*model.layers.values(), model]
+        for table in tables:
+            fully_shard(table, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy, reshard_after_forward=True)
+    parts = _parts(model, [] if layout.shard_embedding else tables)
     if layout.zero_stage == 0:
         for part in parts:
             replicate(part, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy)
         return
+    layers = {*model.layers.values()}
     for part in parts:
-        reshard = layout.zero_stage == 3 and part is not model
+        reshard = layout.zero_stage == 3 and part in layers
         fully_shard(part, mesh=shard_mesh(mesh), mp_policy=policy, reshard_after_forward=reshard)
 
 
-def _ends(model: TrainModel) -> list[nn.Module]:
-    modules = (getattr(model, name, None) for name in _ENDS)
-    return [module for module in modules if module is not None]
+def _parts(model: TrainModel, tables: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the units of FSDP2, each before the one that contains it. Imported models have only layers and an untied
+    head: the rest may read weights of modules that it does not call."""
+    norm = None if model.is_own else getattr(model, "norm", None)
+    return [*tables, *model.layers.values(), *([] if norm is None else [norm]), model]
+
+
+def _tables(model: TrainModel) -> list[nn.Module]:
+    """Return embedding and head, if they are in this part and share no weight with another module."""
+    uses = Counter(parameter for one in model.modules() for parameter in one.parameters(recurse=False))
+    modules = (getattr(model, name, None) for name in _TABLES)
+    return [one for one in modules if one is not None and all(uses[parameter] == 1 for parameter in one.parameters())]
 
 
 def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch.device) -> nn.Module:
-    """Replicate over all data-parallel ranks; they are equal already, so nothing is sent."""
+    """Replicate over all data-parallel ranks; these are already equal, so nothing is sent."""
     options: dict[str, Any] = {} if is_host(device) else {"device_ids": [device.index]}
     # Every rank keeps its own batch-norm statistics; training does not read them.
     options |= replicas_keep_buffers() | {"gradient_as_bucket_view": True}
@@ -394,7 +409,7 @@ def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch
 
 
 def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map: ShardMap) -> BucketedReplica:
-    """Wrap for ZeRO-1: all data-parallel ranks hold all parameters, and share out their states."""
+    """Wrap for ZeRO-1: all data-parallel ranks hold all parameters, and split their optimiser states."""
     kinds = {}
     for held in held_parameters(model, shard_map, layout):
         (parameter,) = held.parameters
@@ -407,8 +422,8 @@ def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map
 
 
 def _units(model: TrainModel) -> list[nn.Module]:
-    """Modules that wait for their own weights; none where the model is one graph. Code that is not ours may read a
-    weight wherever it likes."""
+    """Return the modules that wait for their own weights; none if the model is one graph. Imported code may read a
+    weight anywhere."""
     if model.is_own or model._compiled_call_impl is not None:
         return []
     ends = [module for name, module in model.named_children() if name != "layers"]
@@ -416,25 +431,25 @@ def _units(model: TrainModel) -> list[nn.Module]:
 
 
 def held_tensors(module: nn.Module, model: TrainModel, shard_map: ShardMap, layout: Layout) -> Sequence[HeldTensor]:
-    """What this rank updates of ``model``, which ``module`` wraps, in the order in which it is updated.
+    """Return what this rank updates of ``model``, which ``module`` wraps, in the order of the update.
 
-    What the next forward pass needs first is the last to get gradients, so it comes first.
+    The weights that the next forward pass needs first get their gradients last, so they come first.
     """
     return module.buckets[::-1] if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
 
 
 def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
-    """Say what the next backward pass does to gradients: reduce them over data-parallel ranks, or add them up.
+    """Set what the next backward pass does to gradients: reduce them over data-parallel ranks, or accumulate them.
 
-    Call it before the forward pass: DDP must know by then.
+    Call it before the forward pass, in which DDP already needs it.
 
     Args:
-        is_last: whether it is that of the step's last micro-batch.
-        each: whether all of them reduce, not only the last one. Even then copies of the shards (``dp_replicate``) are
-            averaged but once: until then each rank adds up its own shard.
+        is_last: whether it is the backward pass of the step's last micro-batch.
+        each: whether all of them reduce, not only the last one. Even then, replicas of the shards (``dp_replicate``)
+            are averaged only once: until then each rank accumulates its own shard.
     """
     if isinstance(module, DistributedDataParallel):
-        # What DDP.no_sync() sets; both the forward and the backward pass of a micro-batch must see it.
+        # As DDP.no_sync() does; both the forward and the backward pass of a micro-batch must see it.
         module.require_backward_grad_sync = is_last
     elif isinstance(module, BucketedReplica):
         module.reduces = is_last
@@ -444,24 +459,24 @@ def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
 
 
 def keep_weights(module: nn.Module, model: TrainModel, layout: Layout, *, is_last: bool) -> None:
-    """Let ZeRO-2 keep the weights it has gathered from one micro-batch to the next, since it shards states only.
+    """Let ZeRO-2 keep gathered weights between micro-batches, because it shards only states.
 
-    What is sharded beyond the stage is freed after each use all the same.
+    Parts that are sharded further are still freed after each use.
     """
     if layout.zero_stage == 2 and isinstance(module, FSDPModule):
         module.set_reshard_after_backward(is_last)
-        for end in _ends(model) if layout.shard_embedding else []:
+        for end in _tables(model) if layout.shard_embedding else []:
             cast(FSDPModule, end).set_reshard_after_backward(True)
 
 
 def finish_gradients(module: nn.Module) -> None:
-    """Reduce what the backward passes of a step have left unreduced, where they do not see to it themselves."""
+    """Reduce what the backward passes of a step left unreduced, for engines that do not do so themselves."""
     if isinstance(module, BucketedReplica):
         module.finish()
 
 
 def sharded_ends(model: nn.Module) -> list[FSDPModule]:
-    """Sharded units of a replicated model. FSDP takes each for a model of its own, apart from the rest."""
+    """Return the sharded units of a replicated model. FSDP treats each as a separate model."""
     modules: list[Any] = list(model.modules())
     if not isinstance(modules[0], ReplicateModule):
         return []
@@ -469,14 +484,14 @@ def sharded_ends(model: nn.Module) -> list[FSDPModule]:
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce what has added up under ``root``, as pipeline schedules do at the end of a step."""
+    """Reduce what has accumulated under ``root``, as pipeline schedules do at the end of a step."""
     take_in_gradients(root)
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def take_in_gradients(root: FSDPModule) -> None:
-    """Do under ``root`` what FSDP's hooks do at the end of a backward pass: add gradients up in the number format of
-    reductions, and reduce them unless that is put off."""
+    """Do under ``root`` what FSDP's hooks do at the end of a backward pass: accumulate gradients in the number format
+    of reductions, and reduce them unless that is deferred."""
     for part in reversed(root._get_fsdp_state()._state_ctx.all_states):
         for group in reversed(parameter_groups(part)):
             group.post_backward()

@@ -1,4 +1,4 @@
-"""The gang's device mesh, and the shards of tensors on it."""
+"""The gang's device mesh, and shards of tensors on it."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from trials.accelerator.device import collectives_of
 from trials.models.model import Draws, Initial, Tile, TrainModel, key_of
 from trials.spec import AXES, Layout
 
-# ---- Who this rank is: its place in the gang and its device, the gang's process group, and the device mesh
+# ---- This rank's place in the gang and its device, the process group, and the device mesh
 
 SHARD_AXES = ("dp_shard", "cp")
-"""Axes over which ZeRO shards: context-parallel peers hold the same parameters, so they take part."""
+"""Axes over which ZeRO shards, including cp: context-parallel peers hold the same parameters."""
 
 DATA_AXES = ("dp_replicate", *SHARD_AXES)
 """Axes over which gradients are averaged: each rank has the mean loss of its own samples and positions."""
 
 HURRIED_AXES = ("cp", "tp")
-"""Axes whose collectives are meant to run beside kernels that were launched after them, or with them."""
+"""Axes whose collectives should overlap kernels launched after or with them."""
 
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
 """Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""
 
 COLLECTIVE_TIMEOUT_VARIABLE = "TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S"
-"""Environment variable by which a launcher says how long a collective may take: longer than its own deadlines allow, as
-waiting for a peer that compiles is no failure, and NCCL's watchdog would end the process before the launcher judges."""
+"""Environment variable with the launcher's limit for a collective, in seconds. It is longer than the launcher's own
+deadlines: waiting for a peer that compiles is not a failure, but NCCL's watchdog would end the process first."""
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""The last resort against a peer that hangs, where no launcher watches."""
+"""Last resort against a peer that hangs, for ranks without a launcher that monitors them."""
 
 LEAVES_LAST_VARIABLE = "TUNE_CLUSTER_LEAVES_LAST"
-"""Environment variable by which a launcher says that it calls :func:`leave_gang` itself, after it has the result."""
+"""Environment variable set by a launcher that calls :func:`leave_gang` itself, after it has the result."""
 
 LEAVE_S = 10.0
-"""How long leaving the gang may take: a result that is finished must not be lost for it."""
+"""Time limit for leaving the gang, which must not lose a finished result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +71,11 @@ class RankIdentity:
 
 @contextlib.contextmanager
 def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None]:
-    """Join the gang, and leave it when the body succeeds; where whoever started the rank does so itself after it has
-    received the result (:data:`LEAVES_LAST_VARIABLE`), stay.
+    """Join the gang, and leave it when the body succeeds. Stay if the process that started the rank leaves itself after
+    receiving the result (:data:`LEAVES_LAST_VARIABLE`).
 
-    After an error the group is left alone: destroying it could wait for collectives that no peer will join. The
-    process is expected to exit, which is what tells the peers.
+    After an error the group is left alone: destroying it could wait for collectives that no peer will join. The process
+    is expected to exit, by which the peers notice.
     """
     _init_process_group(identity, device)
     yield
@@ -84,10 +84,10 @@ def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None
 
 
 def leave_gang(*, ends_process: bool = False) -> bool:
-    """Leave the gang, if this process is a member of it, whatever its peers do; gives whether it could.
+    """Leave the gang, if this process is a member, regardless of its peers; return whether that worked.
 
-    Where destroying the process group hangs, that is left to the end of the process. On accelerators it always is if
-    ``ends_process``: NCCL's destruction waits for all ranks, and the driver frees what a process had when it ends.
+    If destroying the process group hangs, it is left to the end of the process. So it is on accelerators if
+    ``ends_process``: NCCL's destruction waits for all ranks, and the driver frees a process's resources when it ends.
     """
     if not dist.is_initialized() or (ends_process and dist.get_backend() != "gloo"):
         return not dist.is_initialized()
@@ -118,10 +118,10 @@ def _collective_timeout() -> datetime.timedelta:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """Mesh over the axes of degree above 1, outer to inner; None for a single rank.
+    """Build the mesh over the axes of degree above 1, outer to inner; None for a single rank.
 
-    Axes of degree 1 are left out because every axis costs a process group to connect. The flattened meshes that the
-    layout needs are made here too, as making one is a collective operation of the whole gang.
+    Axes of degree 1 are left out because every axis needs a process group. The flattened meshes for the layout are also
+    created here, because that is a collective operation of the whole gang.
     """
     degrees = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
     if not degrees:
@@ -137,10 +137,10 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 
 
 def _group_options(axes: Sequence[str]) -> dict[str, Any]:
-    """What ``init_device_mesh`` is told about the groups of ``axes``: with NCCL, which of them run on streams of high
-    priority. A matmul that is ready at the same time would otherwise take every multiprocessor first, and the
-    collective that it is to hide would begin when it ends. Nothing for other backends, and before torch 2.8, which
-    cannot be told.
+    """Return the options for ``init_device_mesh`` about the groups of ``axes``: with NCCL, which of them use
+    high-priority streams. Otherwise a matmul that is ready at the same time would first occupy every multiprocessor,
+    and the collective that it should hide would start when it ends. Empty for other backends, and before torch 2.8,
+    which lacks the option.
     """
     hurried = [axis for axis in axes if axis in HURRIED_AXES]
     takes_options = "backend_override" in inspect.signature(init_device_mesh).parameters
@@ -151,22 +151,22 @@ def _group_options(axes: Sequence[str]) -> dict[str, Any]:
 
 def _hurried_options() -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # A mesh takes the time-out of such options, not the gang's.
+    # A mesh takes the time-out from these options, not from the gang.
     options._timeout = _collective_timeout()
     return options
 
 
 def flat_mesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-    """The one-dimensional mesh over those of ``axes`` that ``mesh`` has, at least one."""
+    """Return the one-dimensional mesh over those of ``axes`` that ``mesh`` has, at least one."""
     present = _present(mesh, axes)
     if len(present) == 1:
         return mesh[present[0]]
-    # Gives the same mesh, without connecting anything, when asked again.
+    # Repeated calls return the same mesh without new connections.
     return mesh[present]._flatten("_".join(present))
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Where FSDP shards, ``[dp_shard * cp]``; with replication around it, ``[dp_replicate, dp_shard * cp]``."""
+    """Return the mesh for FSDP: ``[dp_shard * cp]`` or, with replication, ``[dp_replicate, dp_shard * cp]``."""
     shards = flat_mesh(mesh, SHARD_AXES)
     if not _present(mesh, ("dp_replicate",)):
         return shards
@@ -177,15 +177,15 @@ def _present(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in (mesh.mesh_dim_names or ()))
 
 
-# Collectives that autograd sees, each in two halves: start it, compute something else, finish it.
+# Differentiable collectives, each in two halves: start it, compute something else, finish it.
 #
-# The backward pass of a collective is another one, and there the halves swap roles: the backward of finishing starts
-# it, the backward of starting waits for it. Whatever was computed between the two in the forward pass then runs
-# between the two in the backward pass, because autograd runs nodes in the reverse order of their creation. So one
-# order of calls hides communication behind computation in both directions.
+# The backward pass of a collective is another collective, with the halves swapped: the backward of finishing starts it,
+# the backward of starting waits for it. Autograd runs nodes in the reverse order of their creation, so what was
+# computed between the two in the forward pass also runs between the two in the backward pass. So one order of calls
+# hides communication behind computation in both directions.
 #
-# All work along dimension 0 and go through torch's functional collectives, which compiled graphs and fake process
-# groups know, and which return at once: with NCCL they run on a stream of their own, with gloo on its threads.
+# All work along dimension 0 and use torch's functional collectives. Compiled graphs and fake process groups support
+# these, and they return at once: NCCL runs them on a separate stream, gloo on its threads.
 
 
 CollectiveKind = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -197,12 +197,12 @@ _BACKWARD: dict[CollectiveKind, CollectiveKind] = {
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
 }
-"""The collective that gradients need. ``none`` hands each rank a copy, whose gradients are to be summed."""
+"""The collective for the gradients. ``none`` gives each rank a copy, whose gradients must be summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group as graphs can hold it: by name."""
+    """A process group in the form that graphs can hold: by name."""
 
     name: str
     size: int
@@ -210,7 +210,7 @@ class Group:
 
 
 def group_of(mesh: DeviceMesh) -> Group:
-    """The group of a one-dimensional mesh."""
+    """Return the group of a one-dimensional mesh."""
     return Group(name=mesh.get_group().group_name, size=mesh.size(), rank=mesh.get_local_rank())
 
 
@@ -224,24 +224,25 @@ class Pending:
         self._halves: tuple[Tensor, Tensor] | None = (token, result)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """What :func:`finish` needs, the first time; then None, so that nothing keeps the result alive."""
+        """Return the arguments of :func:`finish` on the first call; then None, so that nothing keeps the result
+        alive."""
         halves, self._halves = self._halves, None
         return halves
 
     def take_token(self) -> Tensor:
-        """What was sent, once. Its gradient may still be in flight when it comes: it is awaited there."""
+        """Return what was sent, once. Its gradient may still be in flight when it arrives; it is awaited there."""
         token, self._token = self._token, None
         assert token is not None
         return token
 
 
 def start(kind: CollectiveKind, x: Tensor, group: Group) -> Pending:
-    """Begin the collective on ``x`` and return at once."""
+    """Start the collective on ``x`` and return at once."""
     return Pending(_AwaitGradient.apply(x), launch(kind, x.detach(), group.size, group.name))  # type: ignore[no-untyped-call]
 
 
 def finish(kind: CollectiveKind, halves: tuple[Tensor, Tensor], group: Group) -> Tensor:
-    """Wait for what :func:`start` began with the same ``kind`` and ``group``, and give its result."""
+    """Wait for what :func:`start` started with the same ``kind`` and ``group``, and return its result."""
     out: Tensor = _Finish.apply(*halves, kind, group.size, group.name)  # type: ignore[no-untyped-call]
     return out
 
@@ -254,12 +255,12 @@ def communicate(kind: CollectiveKind, x: Tensor, group: Group) -> Tensor:
 
 
 def reduced(x: Tensor, operation: Literal["sum", "max"], group: Group) -> Tensor:
-    """Sum or maximum of every rank's ``x``, to which no gradient flows."""
+    """Return the sum or maximum of every rank's ``x``, without a gradient."""
     return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, group.name))
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """Gives its input; waits for the gradient, which :class:`_Finish` or a projection has left in flight."""
+    """Identity in the forward pass; waits for the gradient, which :class:`_Finish` or a projection left in flight."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -271,7 +272,7 @@ class _AwaitGradient(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits for ``result``; the gradient goes the way of ``token``, which has the shape of what was sent."""
+    """Waits for ``result``; the gradient flows to ``token``, which has the shape of what was sent."""
 
     @staticmethod
     def forward(ctx: Any, _token: Tensor, result: Tensor, kind: CollectiveKind, size: int, name: str) -> Tensor:
@@ -287,8 +288,8 @@ class _Finish(torch.autograd.Function):
 def launch(kind: CollectiveKind, x: Tensor, size: int, name: str, *, is_fresh: bool = False) -> Tensor:
     """Start a collective; the result must not be read before :func:`wait`.
 
-    Where ``x`` ``is_fresh``, nobody else reads it, and its sum may take its place. Compilers, which know only operators
-    that leave their arguments alone, find that out by themselves.
+    If ``x`` ``is_fresh``, it has no other readers, and its sum may overwrite it. Compilers find that out themselves;
+    they support only operators without side effects on their arguments.
     """
     ops: Any = torch.ops._c10d_functional
     out: Tensor
@@ -308,15 +309,15 @@ def launch(kind: CollectiveKind, x: Tensor, size: int, name: str, *, is_fresh: b
 
 
 def wait(x: Tensor) -> Tensor:
-    """Wait for the collective that makes ``x``, if there is one."""
+    """Wait for the collective that produces ``x``, if there is one."""
     out: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return out
 
 
-# ---- Tells which part of a tensor this rank holds, and the plain name of a parameter whatever wraps it
+# ---- The part of a tensor on this rank, and the plain name of a wrapped parameter
 #
-# DTensors say themselves how they are split. Parameters of the local tensor-parallel engine are plain tensors on this
-# rank but slices of larger ones over the tensor-parallel group, as the values here say.
+# DTensors know how they are split. Parameters of the local tensor-parallel engine are plain tensors on this rank but
+# slices of larger ones over the tensor-parallel group, as recorded here.
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -332,7 +333,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """What the local tensor-parallel engine did to a model, by plain parameter name; empty for everything else."""
+    """Splits made by the local tensor-parallel engine, by plain parameter name; empty for other engines."""
 
     shards: Mapping[str, LocalShard] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
@@ -340,7 +341,7 @@ class ShardMap:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rank's own part of a distributed tensor; other tensors as they are."""
+    """Return the rank's part of a distributed tensor; other tensors unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -348,14 +349,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def stored_part(tensor: Tensor) -> Tensor:
-    """The plain tensor that holds the rank's own part; calls no operator, and waits for no collective in flight."""
+    """Return the plain tensor with the rank's part; calls no operator, and waits for no collective."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def plain_name(name: str) -> str:
-    """The parameter's name without what recompute and compile put in between."""
+    """Return the parameter's name without the prefixes of recompute and compilation wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -363,22 +364,22 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What this rank holds of one parameter of the whole model."""
+    """This rank's part of one parameter of the whole model."""
 
     name: str
     size: torch.Size
-    """That of the whole parameter."""
+    """Size of the whole parameter."""
     start: tuple[int, ...]
-    """Where ``part`` begins in it."""
+    """Where ``part`` starts in it."""
     part: Tensor
     """The rank's memory."""
 
 
 def piece_of(name: str, parameter: Tensor, shard: LocalShard | None) -> Piece:
-    """Tell which part of the whole parameter ``parameter`` is, however it is split.
+    """Describe which part of the whole parameter ``parameter`` is, for every kind of split.
 
     Args:
-        shard: what the local tensor-parallel engine did to it; FSDP may have split the result further.
+        shard: split by the local tensor-parallel engine; FSDP may have split the result further.
     """
     size, start = list(parameter.shape), list(_start_in(parameter))
     if shard is not None:
@@ -388,34 +389,34 @@ def piece_of(name: str, parameter: Tensor, shard: LocalShard | None) -> Piece:
 
 
 def _start_in(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins in a distributed tensor; at the beginning of one that is not."""
+    """Return where this rank's part starts in a distributed tensor; 0 for other tensors."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return tuple(_first_index(tensor, dim) for dim in range(tensor.dim()))
 
 
 def _first_index(tensor: DTensor, dim: int) -> int:
-    """First of the indices along ``dim`` that this rank holds, found by splitting all of them in the same way."""
-    # FSDP's strided shards are no ``Shard``, but have its ``dim``.
+    """Return the first index along ``dim`` that this rank holds, found by splitting all indices in the same way."""
+    # FSDP's strided shards are not ``Shard`` instances, but have its ``dim``.
     placements = [p if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
     if all(isinstance(placement, Replicate) for placement in placements):
         return 0
     shape = [-1 if other == dim else 1 for other in range(tensor.dim())]
     indices = torch.arange(tensor.shape[dim]).view(shape)
-    # src_data_rank=None: every rank has all the indices, so none has to be sent.
+    # src_data_rank=None: every rank has all the indices, so none must be sent.
     held = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().flatten().tolist()
     assert len(held) == stored_part(tensor).shape[dim]
     assert held == list(range(held[0], held[0] + len(held))) if held else True, "a rank holds neighbouring elements"
     return held[0] if held else 0
 
 
-# Fills a model with initial weights that do not depend on the layout.
+# Initial weights that do not depend on the layout.
 #
-# A module of the user's draws its own, before it is split, from one seed in every process. For models of ours:
+# A custom module draws its own before it is split, from the same seed in every process. For built-in models:
 #
-# The global random stream depends on build order and sharding, so every element of a parameter is drawn by the
-# parameter's name and its own place in the whole (:mod:`trials.models.model`). A rank draws what it holds where it
-# holds it, and never has more than a tile and temporaries in addition: some MiB on a CPU, less than 64 MiB elsewhere.
+# The global random stream would depend on build order and sharding, so every element is drawn from the parameter's name
+# and the element's place in the whole (:mod:`trials.models.model`). A rank draws only what it holds, in place, and
+# needs only a tile and temporaries in addition: some MiB on a CPU, less than 64 MiB elsewhere.
 
 
 @torch.no_grad()
@@ -437,7 +438,7 @@ def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbat
 
 @torch.no_grad()
 def fill(piece: Piece, draws: Draws, initial: Initial, seed: int, perturbation: float = 0.0) -> None:
-    """Give a piece of a parameter its initial values: fp32, rounded to the piece's own type at the end."""
+    """Give a piece of a parameter its initial values: fp32, rounded to the piece's type at the end."""
     if initial.std == 0.0 and not perturbation:
         piece.part.fill_(initial.mean)
         return
@@ -457,7 +458,7 @@ def _fill_tile(tile: Tile, name: str, draws: Draws, initial: Initial, seed: int,
 
 @torch.no_grad()
 def perturb_parameters(model: TrainModel, seed: int, perturbation: float) -> None:
-    """Move the weights of a model that has its values already, and is not split yet, off by a share of them."""
+    """Perturb the weights of a model that already has values and is not yet split, relative to each."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point()}
     if not perturbation or not parameters:
         return
@@ -471,15 +472,15 @@ def perturb_parameters(model: TrainModel, seed: int, perturbation: float) -> Non
 
 
 def _shares(draws: Draws, tile: Tile, name: str, perturbation: float, seed: int) -> Tensor:
-    """What a tile of parameter ``name`` is off by, relative to itself: uniform within ``perturbation`` of 0."""
+    """Return the relative perturbation of a tile of parameter ``name``: uniform, at most ``perturbation``."""
     return draws.uniform(key_of(seed, name, "perturbed"), tile).mul_(perturbation)
 
 
-# What this rank updates of the model, tensor by tensor, whoever reduces its gradients.
+# What this rank updates of the model, tensor by tensor, for every way of gradient reduction.
 
 
 class HeldTensor(Protocol):
-    """One plain tensor that this rank updates: its part of a parameter, or its slice of a bucket of them."""
+    """One plain tensor that this rank updates: its part of a parameter, or its slice of a bucket."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -488,7 +489,7 @@ class HeldTensor(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks of the gang hold the same elements."""
+        """Number of ranks in the gang that hold the same elements."""
         ...
 
     @property
@@ -497,19 +498,19 @@ class HeldTensor(Protocol):
         ...
 
     def values(self) -> Tensor:
-        """The elements, sharing memory with the model."""
+        """Return the elements, sharing memory with the model."""
         ...
 
     def gradient(self) -> Tensor | None:
-        """Their gradient, sharing memory with what the step keeps; None where there is none."""
+        """Return their gradient, sharing memory with the step's; None if there is none."""
         ...
 
     def publish(self) -> None:
-        """Begin to send the new values to those who compute with them too."""
+        """Start sending the new values to the other ranks that use them."""
         ...
 
     def wait_for_values(self) -> None:
-        """Wait until everybody's new values are here."""
+        """Wait until all new values are here."""
         ...
 
 
@@ -537,7 +538,7 @@ class HeldParameter:
 
 
 def held_parameters(model: nn.Module, shard_map: ShardMap, layout: Layout) -> list[HeldParameter]:
-    """All parameters of ``model``, each as a tensor of its own."""
+    """Return all parameters of ``model``, each as a separate tensor."""
     held = []
     for wrapped_name, parameter in model.named_parameters():
         name = plain_name(wrapped_name)
@@ -547,7 +548,7 @@ def held_parameters(model: nn.Module, shard_map: ShardMap, layout: Layout) -> li
 
 
 def num_replicas(parameter: nn.Parameter, shard: LocalShard | None, layout: Layout) -> int:
-    """How many ranks of the gang hold the same elements of a parameter as this one."""
+    """Count the ranks of the gang that hold the same elements of a parameter as this one."""
     num_shards = layout.pp * (1 if shard is None else shard.num_shards)
     if isinstance(parameter, DTensor):
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
@@ -556,5 +557,5 @@ def num_replicas(parameter: nn.Parameter, shard: LocalShard | None, layout: Layo
 
 
 def gradients_of(held: Sequence[HeldTensor]) -> list[Tensor]:
-    """The gradients there are."""
+    """Return the existing gradients."""
     return [grad for one in held if (grad := one.gradient()) is not None]

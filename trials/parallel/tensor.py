@@ -27,11 +27,11 @@ from trials.models import ImportedModel
 from trials.models.built_in import Block, Head, Llama, SubLayer
 from trials.models.model import SUM_GRADIENTS, TrainModel, matches
 from trials.parallel.mesh import Group, LocalShard, Pending, ShardMap, finish, group_of, launch, reduced, start, wait
-from trials.spec import Layout, Precision
+from trials.spec import Kernels, Layout, Precision
 
-# Tensor and sequence parallelism the way of Megatron: plain local tensors and explicit collectives.
+# Tensor and sequence parallelism as in Megatron: plain local tensors and explicit collectives.
 #
-# Each sub-layer is entered and left through a :class:`Boundary` (Shoeybi et al., arXiv 1909.08053, section 3;
+# Activations enter and leave each sub-layer through a :class:`Boundary` (Shoeybi et al., arXiv 1909.08053, section 3;
 # Korthikanti et al., arXiv 2205.05198, section 4.2)::
 #
 #                           forward                 backward
@@ -40,15 +40,15 @@ from trials.spec import Layout, Precision
 #     gather_sequence       all-gather              reduce-scatter        with sequence parallelism, where the
 #     scatter_sequence      reduce-scatter          all-gather            regions in between hold S / tp positions
 #
-# The four are functions that a ``TorchFunctionMode`` sees under these names, to be counted or called again. Where a
-# projection follows an entry at once, it takes over the entry's backward pass (:class:`ColumnLinear`).
+# A ``TorchFunctionMode`` sees the four functions under these names, to count or recompute them. If a projection follows
+# an entry directly, it takes over the entry's backward pass (:class:`ColumnLinear`).
 
 
 class Crossing(Protocol):
-    """One of the four functions that activations cross a boundary by.
+    """One of the four functions for crossing a boundary.
 
-    ``pending`` is what its start function made of the same ``x``, if that was called. Calling it again with a
-    ``pending`` that it has used up starts over from ``x``. With ``detached`` the result has no gradient.
+    ``pending`` is the result of its start function for the same ``x``, if that was called. With a ``pending`` already
+    used, it starts again from ``x``. With ``detached`` the result has no gradient.
     """
 
     def __call__(
@@ -57,32 +57,32 @@ class Crossing(Protocol):
 
 
 def _visible(function: Any) -> Any:
-    """Let a ``TorchFunctionMode`` see calls of the function under its name."""
+    """Make calls of the function visible to a ``TorchFunctionMode`` under its name."""
     return wrap_torch_function(lambda x, *_args, **_kwargs: (x,))(function)
 
 
 @_visible
 def copy_input(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
-    """``x``, whole on every rank."""
+    """Return ``x``, whole on every rank."""
     return _finished("none", start_copy, x, group, pending, detached)
 
 
 @_visible
 def reduce_output(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
-    """Sum of every rank's ``x``."""
+    """Return the sum of every rank's ``x``."""
     return _finished("all_reduce", start_reduce, x, group, pending, detached)
 
 
 @_visible
 def gather_sequence(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
-    """All positions ``[B, S, D]`` from every rank's ``x [B, S / tp, D]``."""
+    """Return all positions ``[B, S, D]`` from every rank's ``x [B, S / tp, D]``."""
     parts = _finished("all_gather", start_gather, x, group, pending, detached)
     return torch.unflatten(parts, 0, (group.size, -1)).movedim(0, 1).flatten(1, 2)
 
 
 @_visible
 def scatter_sequence(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
-    """This rank's positions ``[B, S / tp, D]`` of the sum of every rank's ``x [B, S, D]``."""
+    """Return this rank's positions ``[B, S / tp, D]`` of the sum of every rank's ``x [B, S, D]``."""
     return _finished("reduce_scatter", start_scatter, x, group, pending, detached)
 
 
@@ -103,7 +103,7 @@ def start_scatter(x: Tensor, group: Group) -> Pending:
 
 
 def by_part(x: Tensor, size: int) -> Tensor:
-    """``x [B, S, D]`` as ``[size * B, S / size, D]``: the parts of the positions one after the other."""
+    """Reshape ``x [B, S, D]`` to ``[size * B, S / size, D]``: the parts of the positions one after the other."""
     return torch.unflatten(x, 1, (size, -1)).movedim(1, 0).flatten(0, 1)
 
 
@@ -120,13 +120,13 @@ def _finished(kind: Any, begin: Start, x: Tensor, group: Group, pending: Pending
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """Where activations enter or leave a split sub-layer: cross it at once, or start early and finish later."""
+    """Entry or exit of a split sub-layer: cross it at once, or start early and finish later."""
 
     cross: Crossing
     begin: Start
     group: Group
     in_16_bits: bool = False
-    """Whether under autocast its 16-bit type crosses; the projection that follows would cast to it anyway."""
+    """Whether activations cross in autocast's 16-bit type; the following projection would cast to it anyway."""
 
     def __call__(self, x: Tensor, pending: Pending | None = None) -> Any:
         return self.cross(self.narrowed(x), self.group, pending)
@@ -135,7 +135,7 @@ class Boundary:
         return self.begin(self.narrowed(x), self.group)
 
     def narrowed(self, x: Tensor) -> Tensor:
-        """``x`` in the type that crosses."""
+        """Cast ``x`` to the type that crosses."""
         kind = x.device.type
         if self.in_16_bits and torch.is_autocast_enabled(kind):
             return x.to(torch.get_autocast_dtype(kind))
@@ -143,8 +143,8 @@ class Boundary:
 
 
 class Token:
-    """Carries the tensor to which a :class:`ColumnLinear` sends its input's gradient, hidden from what casts tensors:
-    the gradient is in flight, so that nothing but its awaiting may come next."""
+    """Holder of the tensor to which a :class:`ColumnLinear` sends its input's gradient, hidden from code that casts
+    tensors: the gradient is in flight, so it must be awaited before any other use."""
 
     __slots__ = ("_tensor",)
 
@@ -152,20 +152,20 @@ class Token:
         self._tensor: Tensor | None = tensor
 
     def take(self) -> Tensor | None:
-        """The tensor, the first time; then None, so that nothing keeps it alive."""
+        """Return the tensor on the first call; then None, so that nothing keeps it alive."""
         tensor, self._tensor = self._tensor, None
         return tensor
 
 
 class Entered(NamedTuple):
-    """An input on its way into a projection: where its gradient goes, and all of it, without a gradient."""
+    """Input of a projection: the token for its gradient, and the whole input without a gradient."""
 
     token: Token
     whole: Tensor
 
 
 class Entrance(Boundary):
-    """A boundary that is followed by a :class:`ColumnLinear` at once, and leaves its backward pass to that."""
+    """A boundary directly before a :class:`ColumnLinear`, which takes over its backward pass."""
 
     __slots__ = ()
 
@@ -176,7 +176,7 @@ class Entrance(Boundary):
 
 
 Sum = Literal["all_reduce", "reduce_scatter"]
-"""How the gradient of a projection's input is summed; the latter with sequence parallelism."""
+"""Reduction of a projection's input gradient; the latter with sequence parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +187,15 @@ class Borders:
     enter: Boundary
     leave: Boundary
     entrance: Entrance | None
-    """What to enter by where a projection of ours follows; None where the schedule splits its backward pass."""
+    """Entrance before our own projections; None if the schedule splits the backward pass."""
     sum_by: Sum
 
 
 def borders(group: Group, *, sequence_parallel: bool, overlap: bool, in_16_bits: bool) -> Borders:
-    """The borders of a model that is split over ``group``.
+    """Build the borders of a model that is split over ``group``.
 
     Args:
-        overlap: whether projections hide the sum of their input's gradient behind that of their weight's.
+        overlap: whether projections overlap the reduction of their input's gradient with the weight gradient.
         in_16_bits: see :attr:`Boundary.in_16_bits`.
     """
     cross, begin = (gather_sequence, start_gather) if sequence_parallel else (copy_input, start_copy)
@@ -211,7 +211,7 @@ def borders(group: Group, *, sequence_parallel: bool, overlap: bool, in_16_bits:
 
 
 def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) -> ShardMap:
-    """Split the weights of the layers over the group, in place, and say how."""
+    """Split the weights of the layers over the group, in place; return the splits."""
     group = crossing.group
     split: dict[str, int] = {}
     for number, layer in model.layers.items():
@@ -225,7 +225,7 @@ def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) ->
 
 
 def _split_block(block: Block, crossing: Borders) -> dict[str, int]:
-    """Split what goes into a sub-layer by output features, what goes out by input features."""
+    """Split projections into a sub-layer by output features, and those out of it by input features."""
     split = {}
     for name, inner, outer in (("attention", "wqkv", "wo"), ("feed_forward", "w13", "w2")):
         sub_layer: Any = getattr(block, name)
@@ -233,7 +233,7 @@ def _split_block(block: Block, crossing: Borders) -> dict[str, int]:
         for projection, dim in ((inner, 0), (outer, 1)):
             _split_linear(getattr(sub_layer, projection), dim, crossing.group.size)
             split[f"{name}.{projection}"] = dim
-        # Linear modules of other types compute by themselves.
+        # Other types of linear modules have their own computation.
         if crossing.entrance is not None and type(getattr(sub_layer, inner)) is nn.Linear:
             sub_layer.enter = crossing.entrance
             setattr(sub_layer, inner, ColumnLinear(getattr(sub_layer, inner).weight, crossing))
@@ -246,7 +246,7 @@ def _split_linear(linear: nn.Linear, dim: int, num_shards: int) -> None:
 
 
 def part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
-    """An empty parameter for one of ``num_shards`` parts of ``weight`` along ``dim``."""
+    """Return an empty parameter for one of ``num_shards`` parts of ``weight`` along ``dim``."""
     size = list(weight.shape)
     assert size[dim] % num_shards == 0, "legality checks that tensor parallelism divides every split dimension"
     size[dim] //= num_shards
@@ -254,16 +254,16 @@ def part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
 
 
 def _norm_weights(model: Llama) -> list[str]:
-    """Names of the norms' weights, whose gradients cover only the positions of this rank."""
+    """Return the names of the norms' weights, whose gradients cover only this rank's positions."""
     return [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
 
 
 class ColumnLinear(nn.Linear):
-    """This rank's output features of a projection of what an :class:`Entrance` gives.
+    """This rank's output features of a projection after an :class:`Entrance`.
 
-    Its backward pass computes the gradient of the input, starts summing that over the group, computes the gradient of
-    the weight meanwhile, and leaves the waiting to where the input came from: the sum hides behind a matmul, as in
-    Megatron-LM (Shoeybi et al., arXiv 1909.08053).
+    Its backward pass computes the gradient of the input, starts its reduction over the group, and meanwhile computes
+    the gradient of the weight. The module before the entrance waits for the reduction, which thus overlaps a matmul, as
+    in Megatron-LM (Shoeybi et al., arXiv 1909.08053).
     """
 
     def __init__(self, weight: nn.Parameter, crossing: Borders) -> None:
@@ -280,12 +280,12 @@ class ColumnLinear(nn.Linear):
 
 @_visible
 def linear(whole: Tensor, weight: Tensor, token: Token, group: Group, sum_by: Sum) -> Tensor:
-    """``whole`` times ``weight``, in autocast's type where that is on; called again, without a way for gradients."""
+    """Multiply ``whole`` by ``weight``, in autocast's type if active; without gradients on a repeated call."""
     kind = whole.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     sent = token.take()
     with torch.autocast(kind, enabled=False):
-        narrow = weight.to(dtype)  # where autograd sees it: what it saves is known for a weight by that
+        narrow = weight.to(dtype)  # visible to autograd, so that the saved tensor is recognised as a weight
         out = _Projection.apply(whole if sent is None else sent, whole, narrow, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
@@ -306,7 +306,7 @@ class _Projection(torch.autograd.Function):
         grad = grads[0].flatten(0, 1)
         summed = weight_grad = None
         if ctx.needs_input_grad[0]:
-            # In the type of the token: autograd would cast, and so read, what is still in flight.
+            # In the type of the token: autograd would cast, and so read, a tensor still in flight.
             input_grad = torch.mm(grad, weight).view(x.shape).to(ctx.token_dtype)
             sent = by_part(input_grad, size) if sum_by == "reduce_scatter" else input_grad
             summed = launch(sum_by, sent, size, name, is_fresh=True)
@@ -319,8 +319,8 @@ class _Projection(torch.autograd.Function):
 
 
 NUM_STEPS = 7
-"""Number of steps into which a half's way through a layer is cut: within each of its four collectives, and between the
-two segments of both sub-layers."""
+"""Number of steps of a half within a layer: it is cut in each of its four collectives, and between the two segments of
+both sub-layers."""
 
 
 def apply_copies(model: TrainModel, layout: Layout) -> None:
@@ -334,15 +334,14 @@ def apply_copies(model: TrainModel, layout: Layout) -> None:
 
 
 def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """The :data:`~trials.models.built_in.BlockSchedule` of two halves, the second one step behind the first.
+    """Run two halves, the second one step behind the first; a :data:`~trials.models.built_in.BlockSchedule`.
 
     Between any two steps of a half lies one of the other; ``~~~`` is a collective in flight::
 
         first   norm ~ project      attend ~~~~~~~~~~~ add, norm ~~~~~~~~~~ expand ...
         second                 norm ~~~~~~ project            attend ~~~~~~        add, norm ...
 
-    The backward pass runs the steps in reverse, so the same holds for its collectives
-    (:mod:`trials.parallel.mesh`).
+    The backward pass runs the steps in reverse, so the same holds for its collectives (:mod:`trials.parallel.mesh`).
     """
     first, second = (_half(block, part, rope) for part in x.tensor_split(2))
     ahead = next(first)
@@ -354,7 +353,7 @@ def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
 
 
 def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
-    """One half's way through the layer; the last of its :data:`NUM_STEPS` gives the result."""
+    """Run one half through the layer; the last of its :data:`NUM_STEPS` yields the result."""
     sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...]], ...] = (
         (block.attention_norm, block.attention, (rope,)),
         (block.feed_forward_norm, block.feed_forward, ()),
@@ -374,14 +373,14 @@ def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
     yield h
 
 
-# Splits modules whose code is not ours over tensor-parallel ranks, by their plan.
+# Tensor parallelism for imported modules, by their plan.
 
 
 def apply_plan(model: ImportedModel, mesh: DeviceMesh) -> ShardMap:
-    """Split the modules that the model's plan names, in place; gives what has partial gradients.
+    """Split the modules named in the model's plan, in place; return which gradients are partial.
 
     Raises:
-        InfeasibleSpec: the plan does not go with the module.
+        InfeasibleSpec: the plan does not match the module.
     """
     if model.no_tensor_parallel:
         raise InfeasibleSpec(f"tp: {model.no_tensor_parallel}")
@@ -390,13 +389,13 @@ def apply_plan(model: ImportedModel, mesh: DeviceMesh) -> ShardMap:
         if name == SUM_GRADIENTS:
             partial |= {f"module.{path}.{parameter}" for parameter, _ in module.named_parameters()}
         else:
-            # Every rank has the whole weights, so none has to be sent.
+            # Every rank has the whole weights, so none must be sent.
             parallelize_module(module, mesh, style_of(name, module), src_data_rank=None)
     return ShardMap(partial=frozenset(partial))
 
 
 def style_of(name: str, module: nn.Module) -> ParallelStyle:
-    """The way of splitting that ``name`` stands for."""
+    """Return the style of splitting called ``name``."""
     match name:
         case "colwise_gather_output":
             return ColwiseParallel(output_layouts=Replicate())
@@ -409,20 +408,20 @@ def style_of(name: str, module: nn.Module) -> ParallelStyle:
     return ColwiseParallel()
 
 
-# Embedding, head and loss where the vocabulary is split over ranks, or the positions into chunks.
+# Embedding, head and loss with the vocabulary split over ranks, or the positions into chunks.
 #
-# No rank ever holds the logits of the whole vocabulary: the loss needs only the largest of each position's logits, the
-# sum of their exponentials and the one of its target, which are summed over the group (Shoeybi et al., arXiv
-# 1909.08053, section 3). All is computed in fp32, a piece of the rows at a time, and gradients take the place of the
-# logits.
+# No rank ever holds the logits of the whole vocabulary. For each position, the loss needs only the largest logit, the
+# sum of exponentials and the target's logit, which are reduced over the group (Shoeybi et al., arXiv 1909.08053,
+# section 3). All is computed in fp32, some rows at a time, and gradients overwrite the logits.
 
 
 PIECE_ELEMENTS = 1 << 24
-"""Most logits of which fp32 copies exist at a time: 64 MiB."""
+"""Most logits with fp32 copies at a time: 64 MiB."""
 
 
 def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -> ShardMap:
-    """Split embedding and head over the group, in place, and say how; with ``mesh`` as DTensors, which say so."""
+    """Split embedding and head over the group, in place, and return the splits; with ``mesh``, split them as
+    DTensors."""
     group, split = crossing.group, []
     if model.tok_embeddings is not None:
         model.tok_embeddings = VocabParallelEmbedding(model.tok_embeddings, crossing.leave, mesh)
@@ -436,38 +435,41 @@ def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -
 
 
 def split_head(model: ImportedModel, crossing: Borders, mesh: DeviceMesh) -> None:
-    """Split the head of a decoder that is not ours over the group, in place, as DTensors.
+    """Split the head of an imported decoder over the group, in place, as DTensors.
 
-    One that shares its weights with the embedding stays whole, like one whose vocabulary the group does not divide.
+    A head that shares its weights with the embedding stays whole, as does one whose vocabulary is not divisible.
     """
     if model.output is not None and not model.has_tied_head and model.output.out_features % crossing.group.size == 0:
         model.output = VocabParallelHead(model.output, crossing, mesh)
 
 
-def chunk_loss(model: nn.Module, num_chunks: int) -> None:
-    """Compute head and loss in so many parts of the positions, in place."""
+def chunk_loss(model: nn.Module, kernels: Kernels) -> None:
+    """Compute head and loss in :attr:`~trials.spec.Kernels.loss_chunks` parts of the positions, in place."""
+    num_chunks = kernels.loss_chunks
     if num_chunks > 1 and isinstance(model, Llama | ImportedModel) and model.output is not None:
         head = model.output
+        by = loss_kernels(None if kernels.compile == "off" else kernels.backend)
         if isinstance(head, VocabParallelHead):
             head.num_chunks = num_chunks
+            head.loss_kernels = by
         else:
-            head.loss = functools.partial(chunked_loss, num_chunks=num_chunks, group=None)
+            head.loss = functools.partial(chunked_loss, num_chunks=num_chunks, group=None, by=by)
 
 
 def _split(weight: Tensor, group: Group, mesh: DeviceMesh | None) -> nn.Parameter:
     if mesh is None:
         return part_of(weight, 0, group.size)
-    # Every rank draws the same values, so none has to be sent.
+    # Every rank draws the same values, so none must be sent.
     return nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None))
 
 
 def _local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight; gradients flow to the whole."""
+    """Return this rank's part of a weight; gradients flow to the whole."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Embedding of the ids of this rank's part of the vocabulary; the others' rows come with the boundary's sum."""
+    """Embedding of the ids in this rank's part of the vocabulary; the boundary's sum adds the others' rows."""
 
     def __init__(self, whole: nn.Embedding, leave: Boundary, mesh: DeviceMesh | None) -> None:
         nn.Module.__init__(self)
@@ -485,7 +487,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class VocabParallelHead(Head):
-    """Logits of this rank's part of the vocabulary, or the loss over all of it, which every rank gives alike."""
+    """Logits of this rank's part of the vocabulary, or the loss over all of it, equal on every rank."""
 
     def __init__(self, whole: Head, crossing: Borders, mesh: DeviceMesh | None) -> None:
         nn.Module.__init__(self)
@@ -493,14 +495,17 @@ class VocabParallelHead(Head):
         self.in_features, self.out_features = whole.in_features, whole.out_features // crossing.group.size
         self.bias: Any = None
         self.num_chunks = 1
+        self.loss_kernels = loss_kernels(None)
         self._crossing = crossing
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         weight, crossing = _local(self.weight), self._crossing
-        x = _local(x)  # of the norm under sequence parallelism by DTensors
+        x = _local(x)  # the norm's output is a DTensor under sequence parallelism
         if targets is not None and self.num_chunks > 1:
             whole = crossing.enter(x)
-            loss: Tensor = chunked_loss(whole, weight, targets, num_chunks=self.num_chunks, group=crossing.group)
+            loss: Tensor = chunked_loss(
+                whole, weight, targets, num_chunks=self.num_chunks, group=crossing.group, by=self.loss_kernels
+            )
             return loss
         if crossing.entrance is None:
             logits = F.linear(crossing.enter(x), weight)
@@ -512,27 +517,29 @@ class VocabParallelHead(Head):
 
 
 def split_loss(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
-    """Mean cross entropy in fp32 of this rank's part ``[B, S, V / tp]`` of the logits against the tokens ``[B, S]``.
+    """Return the mean cross entropy in fp32 of this rank's logits ``[B, S, V / tp]`` against the tokens ``[B, S]``.
 
-    The gradient is written over the logits.
+    The gradient overwrites the logits.
     """
     loss: Tensor = _SplitLoss.apply(logits.flatten(0, 1), targets.flatten(), group.size, group.rank, group.name)  # type: ignore[no-untyped-call]
     return loss
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, *, num_chunks: int, group: Group | None) -> Tensor:
+def chunked_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, *, num_chunks: int, group: Group | None, by: LossKernels | None = None
+) -> Tensor:
     """Mean cross entropy in fp32 of hidden states ``[B, S, D]`` against the tokens ``[B, S]``, chunk by chunk.
 
     The logits of a chunk are dropped after the forward pass and computed again in the backward pass, where the scale
     of the loss is known, and nothing of the size of the weight waits for it. Not part of a compiled graph, which would
-    keep what is computed twice.
+    keep what is computed twice; ``by`` may be compiled.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):
         rows = x.flatten(0, 1).to(dtype)
-        loss: Tensor = _ChunkedLoss.apply(rows, weight, targets.flatten(), num_chunks, group)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(rows, weight, targets.flatten(), num_chunks, group, by or loss_kernels(None))  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -540,51 +547,63 @@ class _SplitLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, size: int, rank: int, name: str) -> Tensor:
         ids, absent = _own_ids(targets, logits.shape[1], rank)
-        total, wanted = _combined(*_row_sums(logits, ids, absent), Group(name=name, size=size, rank=rank))
+        sums = _fused_row_sums if torch.compiler.is_compiling() else _row_sums
+        total, wanted = _combined(*sums(logits, ids, absent), Group(name=name, size=size, rank=rank))
         ctx.save_for_backward(logits, total, ids, absent)
         return (total - wanted).mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, total, ids, absent = ctx.saved_tensors
-        _into_gradient(logits, total, ids, absent, grads[0] / len(total))
+        scale = grads[0] / len(total)
+        if torch.compiler.is_compiling():
+            return _fused_gradient(logits, total, ids, absent, scale), None, None, None, None
+        _into_gradient(logits, total, ids, absent, scale)
         return logits, None, None, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, group: Group | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, group: Group | None, by: LossKernels
+    ) -> Tensor:
         ids, absent = _own_ids(targets, weight.shape[0], 0 if group is None else group.rank)
         narrow = weight.to(x.dtype)
         sums = [
-            _row_sums(F.linear(part, narrow), *labels)
+            by.row_sums(F.linear(part, narrow), *labels)
             for part, *labels in zip(*(t.tensor_split(num_chunks) for t in (x, ids, absent)), strict=True)
         ]
         total, wanted = (torch.cat(parts) for parts in zip(*sums, strict=True))
         if group is not None:
             total, wanted = _combined(total, wanted, group)
         ctx.save_for_backward(x, weight, total, ids, absent)
-        ctx.num_chunks = num_chunks
+        ctx.num_chunks, ctx.by = num_chunks, by
         return (total - wanted).mean()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         x, weight, *rows = ctx.saved_tensors
         narrow, scale = weight.to(x.dtype), grads[0] / len(x)
         input_grad, weight_grad = torch.empty_like(x), torch.zeros_like(narrow, dtype=torch.float32)
         parts = zip(*(t.tensor_split(ctx.num_chunks) for t in (x, input_grad, *rows)), strict=True)
         for part, part_grad, *labels in parts:
-            _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale)
-        return input_grad, weight_grad.to(weight.dtype), None, None, None
+            _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale, ctx.by)
+        return input_grad, weight_grad.to(weight.dtype), None, None, None, None
 
 
 def _chunk_gradients(
-    x: Tensor, input_grad: Tensor, rows: list[Tensor], weight: Tensor, weight_grad: Tensor, scale: Tensor
+    x: Tensor,
+    input_grad: Tensor,
+    rows: list[Tensor],
+    weight: Tensor,
+    weight_grad: Tensor,
+    scale: Tensor,
+    by: LossKernels,
 ) -> None:
-    """Write one chunk's ``input_grad``, and add to the weight's; ``rows`` are what :func:`_into_gradient` takes."""
+    """Write one chunk's ``input_grad``, and add to the weight's; ``rows`` are arguments of :func:`_into_gradient`."""
     logits = F.linear(x, weight)
     total, ids, absent = rows
-    _into_gradient(logits, total, ids, absent, scale)
+    by.into_gradient(logits, total, ids, absent, scale)
     torch.mm(logits, weight, out=input_grad)
     _add_product(weight_grad, logits, x)
 
@@ -592,8 +611,8 @@ def _chunk_gradients(
 def _add_product(sums: Tensor, logits: Tensor, x: Tensor) -> None:
     """Add the product of ``logits [N, V]`` and ``x [N, D]`` to ``sums [V, D]`` in fp32.
 
-    In the logits' 16 bits, every further addition would round the sum so far. A product in these is made for a few rows
-    of the sums at a time.
+    In the logits' 16 bits, every addition would round the sum. So a product in 16 bits covers only a few rows of the
+    sums at a time.
     """
     if logits.dtype == sums.dtype:
         torch.addmm(sums, logits.t(), x, out=sums)
@@ -603,38 +622,73 @@ def _add_product(sums: Tensor, logits: Tensor, x: Tensor) -> None:
 
 
 def _own_ids(tokens: Tensor, num_own: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Positions of the ids within this rank's part of the vocabulary, and which are not in it; those are at 0."""
+    """Return positions of the ids in this rank's part of the vocabulary, and which are not in it; those are at 0."""
     ids = tokens - rank * num_own
     absent = (ids < 0) | (ids >= num_own)
     return ids.masked_fill(absent, 0), absent
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors a few rows at a time, as many as :data:`PIECE_ELEMENTS` are of the first one."""
+    """Yield a few rows of the tensors at a time, :data:`PIECE_ELEMENTS` elements of the first one."""
     num_pieces = -(-tensors[0].numel() // PIECE_ELEMENTS)
     return zip(*(tensor.tensor_split(max(1, num_pieces)) for tensor in tensors), strict=True)
 
 
 def _row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithm of the sum of the exponentials of each row, and its target's logit, 0 where absent; both in fp32."""
+    """Return log-sum-exp of each row and its target's logit (0 if absent), both in fp32."""
     sums = []
     for (piece,) in _pieces(logits):
         top = piece.amax(1).float()
-        # The subtraction makes the one fp32 copy.
+        # The subtraction makes the only fp32 copy.
         sums.append(torch.sub(piece, top[:, None]).exp_().sum(1).log_().add_(top))
     wanted = logits.gather(1, ids[:, None])[:, 0].float().masked_fill_(absent, 0.0)
     return torch.cat(sums), wanted
 
 
+def _fused_row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`_row_sums`, for the compiler: it makes one kernel of it, without fp32 copies in memory."""
+    wanted = logits.gather(1, ids[:, None])[:, 0].float()
+    return logits.float().logsumexp(1), torch.where(absent, 0.0, wanted)
+
+
+def _fused_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> Tensor:
+    """What :func:`_into_gradient` writes, for the compiler."""
+    one = torch.where(absent, 0.0, scale)[:, None]
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    grad = (logits.float() - total[:, None]).exp() * scale
+    return torch.where(columns == ids[:, None], grad - one, grad).to(logits.dtype)
+
+
+def _fused_into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> None:
+    logits.copy_(_fused_gradient(logits, total, ids, absent, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class LossKernels:
+    """The element-wise part of a loss in chunks."""
+
+    row_sums: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    into_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+@functools.cache
+def loss_kernels(backend: str | None) -> LossKernels:
+    """Operators one by one, or what this backend of torch.compile makes of them."""
+    if backend is None:
+        return LossKernels(_row_sums, _into_gradient)
+    compiled = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+    return LossKernels(compiled(_fused_row_sums), compiled(_fused_into_gradient))
+
+
 def _combined(total: Tensor, wanted: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """What :func:`_row_sums` gives, over the whole vocabulary."""
+    """Combine the results of :func:`_row_sums` over the whole vocabulary."""
     top = reduced(total, "max", group)
     exponentials, wanted = reduced(torch.stack([(total - top).exp_(), wanted]), "sum", group).unbind()
     return exponentials.log().add_(top), wanted
 
 
 def _into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> None:
-    """Write the gradient of the loss over the logits: probabilities, less 1 at the targets, times ``scale``."""
+    """Overwrite the logits with the gradient of the loss: probabilities, less 1 at the targets, times ``scale``."""
     one = torch.where(absent, 0.0, -scale)
     for piece, sums, columns, less in _pieces(logits, total, ids, one):
         _piece_gradient(piece, sums, columns, less, scale)
@@ -642,16 +696,16 @@ def _into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, s
 
 def _piece_gradient(logits: Tensor, total: Tensor, ids: Tensor, one: Tensor, scale: Tensor) -> None:
     shift = total[:, None]
-    # The subtraction makes the one fp32 copy, where there has to be one.
+    # The subtraction makes the only fp32 copy, if one is needed.
     grad = logits.sub_(shift) if logits.dtype == torch.float32 else torch.sub(logits, shift)
     grad.exp_().mul_(scale).scatter_add_(1, ids[:, None], one[:, None])
     if grad is not logits:
         logits.copy_(grad)
 
 
-# Tensor and sequence parallelism by either engine: DTensor here, or that of :mod:`.local`.
+# Tensor and sequence parallelism by either engine: DTensor here, or the local one above.
 #
-# Embedding, head and loss are the same code for both (:mod:`.vocabulary`).
+# Both share the code for embedding, head and loss.
 
 
 Plan = dict[str, ParallelStyle]
@@ -660,16 +714,16 @@ Plan = dict[str, ParallelStyle]
 def apply_tensor_parallel(
     model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: Precision | None = None
 ) -> ShardMap:
-    """Split projections over heads and feed-forward columns (Shoeybi et al., arXiv 1909.08053), in place, and embedding
-    and head over the vocabulary.
+    """Split projections over heads and feed-forward columns (Shoeybi et al., arXiv 1909.08053), and embedding and head
+    over the vocabulary, in place.
 
-    With sequence parallelism the regions between them, norms included, hold ``S / tp`` positions each (Korthikanti et
+    With sequence parallelism the regions between them, including norms, hold ``S / tp`` positions each (Korthikanti et
     al., arXiv 2205.05198). ``mesh`` is the tensor-parallel one.
     """
     crossing = borders(
         group_of(mesh),
         sequence_parallel=layout.sequence_parallel,
-        # The schedule takes the backward pass of every operator apart by itself.
+        # The schedule itself splits the backward pass of every operator.
         overlap=layout.schedule != "zbv",
         in_16_bits=precision is None or "linear" not in precision.black,
     )

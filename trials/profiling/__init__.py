@@ -1,1 +1,1 @@
-"""Records some steps of a trial: traces, times of operators, collectives, graphs. Knows the training loop."""
+"""Profiles of some steps of a trial: traces, operator times, collectives, graphs. Knows the training loop."""

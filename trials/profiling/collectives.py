@@ -1,4 +1,5 @@
-"""Tells which module is at work: forward by hooks, backward by when its autograd nodes were made."""
+"""Detection of the running module: by hooks in forward passes, by the creation of its autograd nodes in backward
+ones."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from trials.torch_support import parameter_groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlace:
-    """Where in the step the program is; as in :class:`trials.reports.CollectiveCount`."""
+    """Position of the program in the step; see :class:`trials.reports.CollectiveCount`."""
 
     module: str
     phase: str
@@ -38,8 +39,8 @@ class ModulePlace:
 class ModuleTracker:
     """Follows the modules of ``models`` while entered.
 
-    Autograd numbers its nodes in the order of their making, so the numbers drawn during a module's forward pass tell
-    whose a node is that runs in the backward pass. That needs no hooks on tensors, which would change the graph.
+    Autograd numbers its nodes in order of creation. The numbers used during a module's forward pass thus identify the
+    module's nodes in the backward pass. That needs no hooks on tensors, which would change the graph.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
@@ -47,7 +48,7 @@ class ModuleTracker:
         self._running: list[tuple[str, str | None]] = []
         self._starts: list[int] = []
         self._nodes: list[tuple[int, int, str]] = []
-        """First number of a module's nodes, the end of its numbers, its name; inner modules before outer ones."""
+        """First and end number of a module's nodes, and its name; inner modules before outer ones."""
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ModuleTracker:
@@ -60,7 +61,7 @@ class ModuleTracker:
         self._undo.close()
 
     def place(self) -> ModulePlace:
-        """Where the program is now."""
+        """Return the program's current position."""
         if self._running:
             module, phase = self._running[-1]
             return ModulePlace(module=module, phase=phase or ("recompute" if in_backward() else "forward"))
@@ -82,7 +83,7 @@ class ModuleTracker:
         ):
             self._undo.callback(handle.remove)
         if isinstance(module, FSDPModule):
-            # It gathers ahead, for a module that is not running yet, and reduces after.
+            # It gathers in advance, for a module that is not yet running, and reduces afterwards.
             for group in parameter_groups(module._get_fsdp_state()):
                 self._undo.enter_context(self._named(group, "unshard", name, None))
                 self._undo.enter_context(self._named(group, "post_backward", name, "backward"))
@@ -99,7 +100,7 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def _named(self, owner: Any, method: str, module: str, phase: str | None) -> Iterator[None]:
-        """Have calls of the method count as the module's."""
+        """Attribute calls of the method to the module."""
         original: Callable[..., Any] = getattr(owner, method)
 
         @functools.wraps(original)
@@ -119,15 +120,15 @@ class ModuleTracker:
 
 
 def general_name(name: str) -> str:
-    """A module's path with ``*`` for numbers, so that equal layers have one name; :data:`STEP` for the model."""
+    """Replace numbers in a module's path by ``*``, so that equal layers have one name; :data:`STEP` for the model."""
     return general_path(plain_name(name))
 
 
-# Finds communication that need not be, by following values from one collective to the next. Pure.
+# Detection of avoidable communication, by following values from one collective to the next. Pure.
 #
-# A value is followed as long as it is only moved: viewed, copied, cut, joined. Two values with the same history have
-# the same number, so that a tensor gathered twice is known even where a copy was made before each time. Values are
-# named by keys of the caller's choice; a key always means the same value.
+# A value is followed while it is only moved: viewed, copied, sliced, concatenated. Values with the same history have
+# the same number, so a tensor gathered twice is recognised even if it was copied before each time. The caller chooses
+# keys for values; a key always stands for the same value.
 
 
 IDENTITY = frozenset({"clone", "contiguous", "alias", "detach", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
@@ -152,7 +153,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedCollective:
-    """A collective, as it was started on this rank."""
+    """A collective started on this rank."""
 
     module: str
     phase: str
@@ -164,7 +165,7 @@ class StartedCollective:
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
-    """The collective that a value came from, and which parts of its result are computed with."""
+    """The collective that a value came from, and which parts of its result are used in computation."""
 
     started: StartedCollective
     size: int
@@ -183,7 +184,7 @@ class _Value:
 
 
 TensorId = tuple[Hashable, int]
-"""Key of the value that a tensor holds, and its number of elements."""
+"""Key of the value in a tensor, and its number of elements."""
 
 
 class Flow:
@@ -199,7 +200,7 @@ class Flow:
         self._sums: list[tuple[_Source, _Source]] = []
 
     def move(self, name: str, arguments: Hashable, inputs: Sequence[TensorId], outputs: Sequence[TensorId]) -> None:
-        """Follow an operation that only moves elements: ``name`` with equal ``arguments`` moves equal values alike."""
+        """Follow an operation that only moves elements; equal ``name``, ``arguments`` and inputs give equal outputs."""
         values = [self._value(value) for value in inputs]
         sources = {id(value.source): value.source for value in values}
         if len(sources) > 1:
@@ -215,14 +216,14 @@ class Flow:
             self._bind(key, _Value(number=number, source=source), size)
 
     def compute(self, inputs: Sequence[TensorId]) -> None:
-        """Take note of any other operation, whose inputs are used and whose results are new values."""
+        """Record any other operation: its inputs are used, and its results are new values."""
         for one in inputs:
             value = self._value(one)
             if value.source is not None:
                 value.source.use(value.number, self._sizes[value.number])
 
     def add(self, inputs: Sequence[TensorId], output: TensorId) -> None:
-        """Follow the sum of two tensors of one shape."""
+        """Follow the sum of two tensors of the same shape."""
         self.compute(inputs)
         first, second = (self._value(one).source for one in inputs)
         if first is None or second is None or first is second:
@@ -234,7 +235,7 @@ class Flow:
             self._bind(output[0], _Value(number=self._number(object()), source=total), output[1])
 
     def communicate(self, started: StartedCollective, sent: TensorId, received: TensorId) -> None:
-        """Follow a collective that gives a new tensor."""
+        """Follow a collective that returns a new tensor."""
         value = self._value(sent)
         same = (started.kind, started.group, started.phase, value.number)
         if same in self._started:
@@ -251,7 +252,7 @@ class Flow:
         self._bind(received[0], _Value(number=self._number(object()), source=source), received[1])
 
     def redundancies(self) -> tuple[Redundancy, ...]:
-        """What was found, equal findings of a module together, the largest first."""
+        """Return the findings, combined by module, the largest first."""
         totals: dict[tuple[str, str, str], tuple[int, int]] = {}
         for started, problem in [*self._found, *self._only_added(), *self._partly_used()]:
             key = started.module, started.phase, problem
@@ -293,20 +294,20 @@ class Flow:
         return self._numbers.setdefault(history, len(self._numbers))
 
 
-# Watches the operators of a step: counts its collectives per module and has the redundant ones found.
+# Observation of a step's operators: counts collectives per module and detects redundant ones.
 
 
 _SENT = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor", "self")
-"""Names of the argument that holds what is sent, or for ``recv`` what arrives."""
+"""Names of the argument with the data sent or, for ``recv``, received."""
 _MOVES = frozenset(
     {"_wrap_tensor_autograd", "clone", "contiguous", "lift_fresh", "wait_tensor", "cat", "stack", "flip", "roll"}
 )
-"""Operators that only move elements, in addition to all that give views."""
+"""Operators that only move elements, in addition to all that return views."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operator:
-    """What an operator's schema says about it."""
+    """Facts about an operator from its schema."""
 
     name: str
     kind: str | None
@@ -314,7 +315,7 @@ class _Operator:
     returns_new: bool
     """Whether it is a collective whose result is a new tensor."""
     mutated: tuple[int, ...]
-    """Positions of the arguments it writes to."""
+    """Positions of the arguments that it writes to."""
 
 
 @functools.cache
@@ -324,7 +325,7 @@ def _operator(func: Any) -> _Operator:
     aliases = [value.alias_info for value in (*schema.arguments, *schema.returns) if value.alias_info is not None]
     writes = any(alias.is_write for alias in aliases)
     kind = COLLECTIVES.get(f"{namespace}.{name}")
-    # Schemas of process groups' own operators do not say that they write, and these write to all they get.
+    # Schemas of process groups' own operators do not declare writes, but these write to all their arguments.
     in_place = [
         i
         for i, argument in enumerate(schema.arguments)
@@ -340,7 +341,7 @@ def _operator(func: Any) -> _Operator:
 
 
 class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts what ``models`` and the step around them start on this rank."""
+    """While entered, counts collectives that ``models`` and the surrounding step start on this rank."""
 
     def __init__(self, models: list[nn.Module], layout: Layout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -352,12 +353,12 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is done in the body."""
+        """Count collectives in the body."""
         with self._tracker, self:
             yield
 
     def counts(self) -> tuple[CollectiveCount, ...]:
-        """Collectives counted so far, in the order of their first start."""
+        """Return the collectives counted so far, in the order of their first start."""
         return tuple(
             CollectiveCount(
                 module=module,
@@ -376,7 +377,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they turn it into operators on plain tensors, which come here again
+            return NotImplemented  # they become operators on plain tensors, which come here again
         options = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload) or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **options)
@@ -422,11 +423,11 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Keys:
-    """Names what a tensor holds now: its storage, how often that was written to, and which part of it."""
+    """Keys of tensor contents: storage, number of writes to it, and view."""
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
-        """Every storage met, held so that no address is used again."""
+        """All storages seen, held so that no address is reused."""
         self._writes: dict[int, int] = {}
 
     def of(self, tensor: Tensor) -> TensorId:
@@ -446,7 +447,7 @@ class _Keys:
 
 
 def _constants(value: Any) -> Hashable:
-    """The arguments that are no tensors, in a form that can be compared."""
+    """Return the non-tensor arguments in a comparable form."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, list | tuple):
@@ -457,7 +458,7 @@ def _constants(value: Any) -> Hashable:
 
 
 def _group_ranks(named: dict[str, Any]) -> tuple[int, ...]:
-    """Ranks of the group among a collective's arguments, by the name or as an object."""
+    """Return the ranks of the group among a collective's arguments, given by name or as an object."""
     group = named.get("process_group", named.get("pg", named.get("group_name")))
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
@@ -467,7 +468,7 @@ def _group_ranks(named: dict[str, Any]) -> tuple[int, ...]:
 
 
 def group_axes(layout: Layout, ranks: tuple[int, ...]) -> tuple[str, int]:
-    """The mesh axes along which the ranks of a group differ, joined by underscores, and the number of ranks."""
+    """Return the mesh axes along which a group's ranks differ, joined by underscores, and the number of ranks."""
     places = [coordinates(layout, rank) for rank in ranks]
     differing: list[str] = [axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1]
     return "_".join(differing) or "self", len(ranks)

@@ -1,4 +1,4 @@
-"""Profiles a trial: Chrome traces of its steps, operators and memory, and the graphs that torch.compile compiles."""
+"""Profiles of a trial: Chrome traces of its steps, operators and memory, and the graphs compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -48,26 +48,27 @@ from trials.spec import TrialSpec
 from trials.training.loop import Trainer
 from trials.training.measure import PHASES, StepClock, StepTiming
 
-# ---- Writes the FX graphs of what torch.compile compiles as text, with the shapes of every value
+# ---- FX graphs from torch.compile as text, with the shapes of every value
 
 logger = logging.getLogger(__name__)
 
 _TRACE = "torch.__trace"
-"""The logger that torch tells what it compiles, in as much detail as there is, if anybody listens."""
+"""Logger that gets full detail about compilations from torch, if it has a handler."""
 _GRAPHS = {
     "dynamo_output_graph": "traced",
     "aot_forward_graph": "forward",
     "aot_backward_graph": "backward",
     "aot_inference_graph": "inference",
 }
+# Recompilations may not end.
 MAX_GRAPHS = 100
-"""Most files per rank: recompilations may have no end."""
 
 
 class _Writer(logging.Handler):
-    """Graphs of one compilation share its number: ``rank0.graph-0-0.forward.txt``, ``rank0.graph-0-0.backward.txt``.
+    """Log handler that writes graphs. Those of one compilation share its number: ``rank0.graph-0-0.forward.txt``,
+    ``rank0.graph-0-0.backward.txt``.
 
-    Where DDP has one cut to pieces, at its buckets, the later ones are ``rank0.graph-0-0-part2.forward.txt`` and so on.
+    If DDP splits one at its buckets, later parts are ``rank0.graph-0-0-part2.forward.txt`` and so on.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -92,15 +93,15 @@ class _Writer(logging.Handler):
             number = f"{number}-part{part}"
         try:
             write_atomically(self._folder / f"{self._prefix}.graph-{number}.{what}.txt", [text.encode()], mode=0o600)
-        except OSError as error:  # training goes on without
+        except OSError as error:  # training continues without it
             logger.warning("cannot write a graph: %s", error)
 
 
 @contextlib.contextmanager
 def dumped_graphs(folder: Path, prefix: str) -> Iterator[_Writer]:
-    """Write the graphs that are compiled inside to ``folder``.
+    """Write the graphs compiled in the body to ``folder``.
 
-    The compiler's caches are off inside: what comes from them has no graphs.
+    The compiler's caches are off in the body, because cached results have no graphs.
     """
     writer = _Writer(folder, prefix)
     trace = logging.getLogger(_TRACE)
@@ -112,7 +113,7 @@ def dumped_graphs(folder: Path, prefix: str) -> Iterator[_Writer]:
         trace.removeHandler(writer)
 
 
-# Records some steps of some ranks with torch's profiler, and counts the collectives of one further step.
+# Recording of some steps of some ranks with torch's profiler, and the collectives of one additional step.
 
 
 _GRAPH_MODE = (
@@ -122,21 +123,21 @@ _GRAPH_MODE = (
 
 
 def folder_of_environment() -> Path | None:
-    """The folder that the launcher wants a profile's files in; None where it wants none."""
+    """Return the launcher's folder for a profile's files; None if it wants none."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return Path(folder) if folder else None
 
 
 class Profiler(StepClock):
-    """The clock of a run that is recorded; on ranks that are not, it takes part in what all must do alike.
+    """The clock of a profiled run; on ranks that are not recorded, it only takes part in collective actions.
 
     Args:
-        folder: takes the rank's files; if it is None, none are written.
+        folder: folder for the rank's files; if None, none are written.
     """
 
     def __init__(self, trial: TrialSpec, rank: int, device: torch.device, folder: Path | None) -> None:
         super().__init__(device)
-        self.late = 0  # a step that is recorded is alone on the device
+        self.late = 0  # a recorded step must be alone on the device
         assert trial.profile is not None
         self._spec = trial.profile
         self._trial = trial
@@ -155,7 +156,7 @@ class Profiler(StepClock):
 
     @contextlib.contextmanager
     def watching(self, trainer: Trainer, tuned_until: int) -> Iterator[None]:
-        """Context of the whole run; ``tuned_until`` is the last step in which kernels are being chosen."""
+        """Context of the whole run; ``tuned_until`` is the last step in which kernels are tuned."""
         self._models = [part.model for part in trainer.parts]
         if not self._is_recorded:
             yield
@@ -207,7 +208,7 @@ class Profiler(StepClock):
         return self._is_recorded and self._spec.start_step <= self._number <= self._spec.stop_step
 
     def _prepared(self) -> Any:
-        """The profiler one step before it records: CUPTI takes its time to start."""
+        """Prepare the profiler one step before it records, because CUPTI is slow to start."""
         activities = [ProfilerActivity.CPU]
         if (own := profiler_activity(self._device)) is not None:
             activities.append(own)
@@ -218,7 +219,7 @@ class Profiler(StepClock):
             record_shapes=True,
             profile_memory=self._spec.memory,
             with_stack=self._spec.stack,
-            acc_events=True,  # of the one cycle there is; older torch warns of losing those of others
+            acc_events=True,  # there is only one cycle; older torch warns about losing events of others
         )
         profiler.prepare_trace()
         return profiler
@@ -231,7 +232,7 @@ class Profiler(StepClock):
                 snapshot.chmod(0o600)
 
     def _begin_counting(self) -> None:
-        """Graph mode is off in this step, on all ranks or none: the compiler may order collectives differently."""
+        """Graph mode is off in this step, on all ranks or none: the compiler may reorder collectives."""
         if self._trial.candidate.kernels.compile != "off":
             self._around_step.enter_context(torch.compiler.set_stance("force_eager"))
         if self._is_recorded:
@@ -239,9 +240,9 @@ class Profiler(StepClock):
             self._around_step.enter_context(self._counter.counting())
 
     def report(self, alive: Callable[[], None]) -> tuple[RankProfile, ...]:
-        """What was recorded; nothing on ranks that were not. Writes the trace.
+        """Write the trace; return what was recorded, nothing on ranks that were not recorded.
 
-        A large trace takes minutes; ``alive`` is called in between, for those who watch over the rank.
+        A large trace takes minutes; ``alive`` is called in between, as a heartbeat.
         """
         if self._profile is None:
             return ()
@@ -281,7 +282,7 @@ class Profiler(StepClock):
         )
 
     def _exported(self) -> dict[str, Any]:
-        """The trace as torch writes it."""
+        """Return the trace as exported by torch."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))

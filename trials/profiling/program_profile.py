@@ -1,8 +1,8 @@
-"""Turns the recordings of a training program's hook into a profile: two traces, and the facts recorded with them. Pure.
+"""A profile from the recordings of a training program's hook: two traces, and the facts recorded with them. Pure.
 
-The first trace holds the recorded steps as they are. The second holds one more step with module names and allocations,
-which take time to record. A module's backward pass is identified by autograd's sequence numbers: an operator of the
-forward pass and the node that it made have the same one.
+The first trace has the recorded steps unchanged. The second has one more step with module names and allocations, which
+take time to record. Autograd's sequence numbers identify a module's backward pass: an operator of the forward pass and
+the node that it created have the same one.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ from trials.profiling.traces import (
 from trials.reports import CollectiveCount, CompileEvent, MemoryPeak, PeakTensor, PhaseTime, ProfileFile, RankProfile
 
 WINDOW, STEPS_TRACE, MODULES_TRACE, SNAPSHOT = "window.json", "steps.json", "modules.json", "memory.pickle"
-"""What the hook writes, each behind ``rankN.``; the window comes last, when the rest is there."""
+"""Files from the hook, prefixed with ``rankN.``; the window is written last, when the others are complete."""
 MODULE = "tc.module:"
-"""Beginning of the name of the range of a module's forward pass."""
+"""Prefix of the name of a range for a module's forward pass."""
 FORWARD = "tc.forward"
-"""Name of the range of the whole model's."""
+"""Name of the range for the whole model's forward pass."""
+# Reading a larger trace would take minutes, and many times its size in memory.
 MAX_RAW_BYTES = 1 << 30
-"""A larger trace is not read: that would take minutes, and many times its size in memory."""
 MAX_TENSORS = 10
 
 _WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module)(?:\.|$))+")
-"""What wrappers put before the names of a model's modules."""
+"""Prefixes that wrappers add to module names."""
 _INNER = re.compile(r"\.?\b(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\b")
 _PASS = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _RECEIVES_FIRST = re.compile(r"allgather|_allgather|reduce_scatter|_reduce_scatter|alltoall|gather|scatter")
-"""Collectives of process groups whose first argument is what they receive."""
+"""Collectives of process groups whose first argument is the receive buffer."""
 _SIZES = {"double": 8, "long": 8, "int64": 8, "half": 2, "bfloat16": 2, "short": 2, "bool": 1, "char": 1, "byte": 1}
-"""Bytes of an element by torch's name of its format; 4 for all others."""
+"""Bytes per element by torch's name of the format; 4 for all others."""
 _DEVICES = ("cuda", "xpu", "npu")
 
 
-class UnreadableProfile(ValueError):  # noqa: N818  # says what was found
-    """The files that the hook wrote cannot be read."""
+class UnreadableProfile(ValueError):  # noqa: N818  # named after the finding
+    """The hook's files cannot be read."""
 
 
 def windows(folder: Path) -> list[Path]:
-    """The windows that the ranks reporting to ``folder`` have written."""
+    """Return the windows of the ranks that report to ``folder``."""
     return sorted(folder.glob(f"rank*.{WINDOW}"))
 
 
 def read_window(path: Path, folder: Path, alive: Callable[[], None]) -> RankProfile:
-    """The profile of the rank that wrote the window; its trace goes to ``folder``, named for the rank.
+    """Read the profile of the rank that wrote the window; put its trace in ``folder``, named after the rank.
 
     Raises:
-        UnreadableProfile: a file is missing, too large or no trace.
+        UnreadableProfile: a file is missing, too large or not a trace.
     """
     window: dict[str, Any] = json.loads(path.read_bytes())
     rank = int(window["rank"])
@@ -128,7 +128,7 @@ def _raw(path: Path, rank: int, kind: str) -> dict[str, Any]:
 
 
 def _kept(path: Path, folder: Path, trace: dict[str, Any], rank: int) -> Iterator[ProfileFile]:
-    """What stays of the rank's files, in the profile's folder."""
+    """Keep the rank's files in the profile's folder."""
     make_private_folder(folder)
     pid = next((event["pid"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"), 0)
     name_process(trace, pid, f"rank {rank}", rank)
@@ -153,7 +153,7 @@ def _compilations(window: Mapping[str, Any]) -> Iterator[CompileEvent]:
 
 
 def _phases(events: Sequence[Event], steps_us: Sequence[Interval]) -> tuple[PhaseTime, ...]:
-    """Seconds per step of the host's phases, by the ranges that torch and the hook put around them."""
+    """Return seconds per step of the host's phases, from the ranges set by torch and the hook."""
 
     def found(is_of: Callable[[str], bool]) -> list[Interval]:
         return union((event["ts"], event["ts"] + event["dur"]) for event in events if is_of(event["name"]))
@@ -167,7 +167,7 @@ def _phases(events: Sequence[Event], steps_us: Sequence[Interval]) -> tuple[Phas
     taken: list[Interval] = []
     seconds: dict[str, float] = {}
     steps = list(steps_us)
-    for name in ("backward", "forward", "data", "optimizer"):  # Lightning's passes lie inside the optimizer's step
+    for name in ("backward", "forward", "data", "optimizer"):  # Lightning's passes are inside the optimiser's step
         seconds[name] = length(intersect(subtract(ranges[name], taken), steps)) / 1e6 / len(steps)
         taken = union([*taken, *ranges[name]])
     seconds["other"] = length(subtract(steps, taken)) / 1e6 / len(steps)
@@ -176,7 +176,7 @@ def _phases(events: Sequence[Event], steps_us: Sequence[Interval]) -> tuple[Phas
 
 @dataclass(frozen=True, slots=True)
 class _StepPlace:
-    """Where in the step something happened."""
+    """Position of an event in the step."""
 
     module: str
     phase: str
@@ -184,7 +184,7 @@ class _StepPlace:
 
 
 class ModuleStep:
-    """The step whose modules are named: what happened in which of them."""
+    """The step with named modules: what happened in which of them."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.events = list(events)
@@ -199,7 +199,7 @@ class ModuleStep:
         self._owners = self._owners_of_nodes()
 
     def _nest(self, thread: Any, calls: list[Event]) -> None:
-        """For every start or end of a call, the calls that are open from then on, the outermost first."""
+        """For every start or end of a call, store the open calls from then on, the outermost first."""
         edges = [(call["ts"], 1, -call["dur"], call) for call in calls]
         edges += [(call["ts"] + call["dur"], 0, -call["dur"], call) for call in calls]
         edges.sort(key=lambda edge: edge[:3])
@@ -216,13 +216,13 @@ class ModuleStep:
         self._starts[thread], self._stacks[thread] = starts, stacks
 
     def open_at(self, thread: Any, at_us: float) -> tuple[Event, ...]:
-        """The calls of a thread that are open, the outermost first."""
+        """Return the open calls of a thread, the outermost first."""
         starts = self._starts.get(thread, [])
         at = bisect.bisect_right(starts, at_us) - 1
         return self._stacks[thread][at] if at >= 0 else ()
 
     def _owners_of_nodes(self) -> dict[int, str]:
-        """Module of every node of the graph, by its number."""
+        """Map the number of every graph node to its module."""
         owners: dict[int, str] = {}
         for thread, calls in self._threads.items():
             for call in calls:
@@ -235,7 +235,7 @@ class ModuleStep:
         return owners
 
     def place(self, thread: Any, at_us: float) -> _StepPlace:
-        """Where in the step a thread is."""
+        """Return a thread's position in the step."""
         stack = self.open_at(thread, at_us)
         node = next((call for call in reversed(stack) if call["name"].startswith(_PASS)), None)
         module = _module(stack)
@@ -253,7 +253,7 @@ class ModuleStep:
         return _StepPlace(owner, "backward", operator or name)
 
     def collectives(self, world_size: int) -> tuple[CollectiveCount, ...]:
-        """The collectives of the step, module by module."""
+        """Count the collectives of the step by module."""
         sizes = self._element_sizes()
         totals: dict[tuple[str, str, str, int], tuple[int, int]] = {}
         for thread, calls in self._threads.items():
@@ -281,7 +281,7 @@ class ModuleStep:
         )
 
     def _group_size(self, call: Event) -> int | None:
-        """The size of a collective's group, where torch's record of its parameters has it."""
+        """Return the size of a collective's group, if torch recorded it among the parameters."""
         for inner in self._threads[call["tid"]]:
             if inner["name"] == "record_param_comms" and _holds(call, inner):
                 size = inner.get("args", {}).get("Group size")
@@ -289,7 +289,7 @@ class ModuleStep:
         return None
 
     def _element_sizes(self) -> dict[int, deque[int]]:
-        """Bytes of an element by the number of elements sent, from the ranges of gloo's collectives, in order."""
+        """Map numbers of elements sent to bytes per element, from the ranges of gloo's collectives, in order."""
         found: dict[int, deque[int]] = defaultdict(deque)
         for event in self.events:
             if str(event.get("name", "")).startswith("gloo:"):
@@ -300,7 +300,7 @@ class ModuleStep:
 
 
 def _collective(call: Event) -> str | None:
-    """The kind of collective that an operator starts; None for all others."""
+    """Return the kind of collective that an operator starts; None for all others."""
     return COLLECTIVES.get(call["name"].replace("::", ".", 1))
 
 
@@ -313,18 +313,18 @@ def _holds(outer: Event, inner: Event) -> bool:
 
 
 def _module(stack: Sequence[Event]) -> str | None:
-    """The innermost module among open calls, by its general name."""
+    """Return the general name of the innermost module among open calls."""
     name = next((call["name"] for call in reversed(stack) if call["name"].startswith(MODULE)), None)
     return None if name is None else module_name(name.removeprefix(MODULE))
 
 
 def module_name(path: str) -> str:
-    """A module's path without what wrappers put into it, and with ``*`` for numbers."""
+    """Return a module's path without wrapper prefixes, and with ``*`` for numbers."""
     return general_path(_INNER.sub("", _WRAPPERS.sub("", path)).lstrip("."))
 
 
 def _numel(dims: Any) -> int:
-    """Elements of a tensor, or of all in a list."""
+    """Count the elements of a tensor, or of all in a list."""
     if dims and isinstance(dims[0], list):
         return sum(map(_numel, dims))
     product = 1
@@ -338,7 +338,7 @@ def _size_of(kind: str) -> int:
 
 
 def _sent_bytes(call: Event, sizes: Mapping[int, deque[int]]) -> int:
-    """Bytes that a collective sends, by the shapes of its argument."""
+    """Return the bytes that a collective sends, from the shapes of its argument."""
     args = call.get("args", {})
     dims, kinds = args.get("Input Dims", ()), args.get("Input type", ())
     is_later = call["name"].startswith("c10d::") and _RECEIVES_FIRST.match(call["name"].removeprefix("c10d::"))
@@ -354,7 +354,7 @@ def _sent_bytes(call: Event, sizes: Mapping[int, deque[int]]) -> int:
 
 @dataclass(slots=True)
 class _Alive:
-    """A tensor that was there before the step, or that it made."""
+    """A tensor that existed before the step or was created in it."""
 
     module: str
     what: str
@@ -362,7 +362,7 @@ class _Alive:
 
 
 def _memory(step: dict[str, Any], modules: ModuleStep, window: Mapping[str, Any]) -> MemoryPeak | None:
-    """The peak of the step, with the largest tensors alive then."""
+    """Return the step's memory peak, with the largest tensors alive at that time."""
     device = window.get("device", "cpu")
     curve = memory_curve(step, device if device in _DEVICES else "cpu")
     if not curve:

@@ -1,7 +1,7 @@
-"""Analyses Chrome traces of torch's profiler: the parts of a step, its operators, gaps and memory. Pure.
+"""Analysis of Chrome traces from torch's profiler: the parts of a step, its operators, gaps and memory. Pure.
 
-Times are seconds unless a name ends in ``_us``. Intervals are pairs ``(start, end)``; :func:`union` makes sets of
-them, sorted and disjoint. Also here: tracks that are added to a trace for display, and the choice of recorded steps.
+Times are seconds unless a name ends in ``_us``. Intervals are pairs ``(start, end)``; :func:`union` makes sorted,
+disjoint sets of them. This module also adds display tracks to traces, and chooses the recorded steps.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
 MARK = "phase_end:"
-"""Beginning of the name of an event that marks the end of a phase of the step."""
+"""Prefix of the names of events that mark the end of a phase."""
 PHASES_TRACK = 9_999_999
-"""Id of the track of phases, which no thread has: ``pid_max`` is lower."""
+"""Id of the track of phases; larger than any thread's id, which ``pid_max`` limits."""
 _STEP = re.compile(r"ProfilerStep#\d+")
-"""Names that the profiler gives the steps it records."""
+"""The profiler's names of recorded steps."""
 _MEMORY = "[memory]"
-"""Name of the events that tell of an allocation."""
+"""Name of allocation events."""
 _NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "npu": 20}
-"""The numbers of torch's types of devices (``c10::DeviceType``); packages that add one share the last."""
+"""torch's numbers of device types (``c10::DeviceType``); packages that add one share the last."""
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
 """Names of ranges from the start of a collective to its end."""
 _CPU_COMMUNICATION = re.compile(r"c10d|wait_tensor|gloo:|mpi:|record_param_comms")
 """Names of operators that start collectives or wait for them."""
 _COMPILED = re.compile(r"CompiledFunction|Torch-Compiled Region")
-"""Names of calls into compiled code, whose own kernels leave no events."""
+"""Names of calls into compiled code, whose kernels have no events."""
 
 
 GRADIENTS = "gradients"
-"""Stands for a module where gradients are reduced outside of any: in DDP's buckets."""
+"""Placeholder for a module if gradients are reduced outside of any: in DDP's buckets."""
 STEP = "step"
-"""Stands for the module and the phase outside of the passes, and for the model itself."""
+"""Placeholder for module and phase outside of the passes, and for the model itself."""
 COLLECTIVES = {
     "c10d.allreduce_": "all_reduce",
     "c10d.allreduce_coalesced_": "all_reduce",
@@ -81,23 +81,23 @@ COLLECTIVES = {
     "_c10d_functional.broadcast_": "broadcast",
     "_dtensor.shard_dim_alltoall": "all_to_all",
 }
-"""Operators of torch that start a collective, with its kind."""
+"""torch's operators that start a collective, with its kind."""
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """A Chrome trace as JSON, maybe compressed (``.gz``)."""
+    """Load a Chrome trace as JSON, compressed (``.gz``) or not."""
     data = path.read_bytes()
     trace: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     return trace
 
 
 def lasting(trace: Mapping[str, Any]) -> list[Event]:
-    """The events of a trace with a duration."""
+    """Return the events with a duration."""
     return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
 
 
 def step_times(events: Iterable[Event]) -> tuple[StepTimes, ...]:
-    """Times of every profiled step, in order."""
+    """Return the times of every profiled step, in order."""
     events = list(events)
     communication, computation = _activity(events)
     covered = union([*communication, *computation])
@@ -115,7 +115,8 @@ def step_times(events: Iterable[Event]) -> tuple[StepTimes, ...]:
 
 
 def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
-    """Intervals of communication and of computation: the accelerator's if the trace has kernels, else the CPU's."""
+    """Return intervals of communication and of computation: the accelerator's if the trace has kernels, else the
+    CPU's."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
         is_nccl = ["nccl" in event["name"].lower() for event in kernels]
@@ -134,9 +135,9 @@ def is_collective(event: Event) -> bool:
 
 
 def _cpu_computation(operators: list[Event]) -> list[Interval]:
-    """Intervals of torch's operators and compiled code, less waiting for collectives inside of them.
+    """Return intervals of torch's operators and compiled code, without waiting for collectives inside of them.
 
-    Autograd's events do not count: they enclose waiting and Python as well as the operators of the backward pass.
+    Autograd's events do not count: they enclose waiting and Python code in addition to the operators.
     """
     computing = [event for event in operators if _is_computation(event["name"])]
     waiting = [event for event in operators if _CPU_COMMUNICATION.search(event["name"])]
@@ -144,7 +145,7 @@ def _cpu_computation(operators: list[Event]) -> list[Interval]:
 
 
 def is_operator(name: str) -> bool:
-    """Whether this event on the CPU is an operator of torch, or a call into compiled code."""
+    """Whether this CPU event is an operator of torch, or a call into compiled code."""
     return ("::" in name and "autograd::" not in name) or _COMPILED.search(name) is not None
 
 
@@ -153,18 +154,18 @@ def _is_computation(name: str) -> bool:
 
 
 def _interval(event: Event) -> Interval:
-    """The event's interval in seconds; Chrome traces count microseconds."""
+    """Return the event's interval in seconds; Chrome traces use microseconds."""
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """Means over one or more steps."""
+    """Return the means over one or more steps."""
     means = {field.name: statistics.fmean(getattr(step, field.name) for step in steps) for field in fields(StepTimes)}
     return StepTimes(**means)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The points in any of the intervals; touching ones become one."""
+    """Return the points in any of the intervals; touching ones are merged."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -175,7 +176,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(whole: list[Interval], holes: list[Interval]) -> list[Interval]:
-    """The points of ``whole`` in none of ``holes``. Linear in their numbers."""
+    """Return the points of ``whole`` in none of ``holes``, in linear time."""
     left: list[Interval] = []
     first = 0
     for start, end in whole:
@@ -191,22 +192,22 @@ def subtract(whole: list[Interval], holes: list[Interval]) -> list[Interval]:
 
 
 def intersect(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The points that lie in both."""
+    """Return the points in both."""
     return subtract(one, subtract(one, other))
 
 
 def length(intervals: list[Interval]) -> float:
-    """Sum of the intervals' lengths."""
+    """Return the total length of the intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def general_path(name: str) -> str:
-    """A module's path with ``*`` for numbers, so that equal layers have one name; :data:`STEP` for the model."""
+    """Replace numbers in a module's path by ``*``, so that equal layers have one name; :data:`STEP` for the model."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) or STEP
 
 
 def name_process(trace: dict[str, Any], pid: int, name: str, sort_index: int) -> None:
-    """Give the process a name and a place among others, for when traces of several ranks are opened together."""
+    """Name the process and set its position, for opening the traces of several ranks together."""
     events = trace["traceEvents"]
     kinds = ("process_name", "process_sort_index")
     events[:] = [event for event in events if event.get("name") not in kinds or event.get("pid") != pid]
@@ -217,7 +218,7 @@ def name_process(trace: dict[str, Any], pid: int, name: str, sort_index: int) ->
 
 
 def phase_ranges(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The phases of every step as events, from the marks at their ends."""
+    """Return the phases of every step as events, from the marks at their ends."""
     ranges: list[dict[str, Any]] = []
     for start_us, end_us in step_ranges(trace["traceEvents"]):
         marks = [event for event in trace["traceEvents"] if _is_mark(event) and start_us <= event["ts"] <= end_us]
@@ -228,13 +229,13 @@ def phase_ranges(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def step_ranges(events: Iterable[Event]) -> list[Interval]:
-    """Start and end of every recorded step, in the trace's microseconds."""
+    """Return start and end of every recorded step, in the trace's microseconds."""
     steps = (event for event in events if event.get("cat") == "user_annotation" and _STEP.fullmatch(event["name"]))
     return sorted((event["ts"], event["ts"] + event["dur"]) for event in steps)
 
 
 def show_phases(trace: dict[str, Any], pid: int) -> None:
-    """Put :func:`phase_ranges` in place of the marks."""
+    """Replace the marks by :func:`phase_ranges`."""
     ranges = phase_ranges(trace)
     events = trace["traceEvents"]
     events[:] = [event for event in events if not _is_mark(event)]
@@ -244,9 +245,9 @@ def show_phases(trace: dict[str, Any], pid: int) -> None:
 
 
 def memory_curve(trace: Mapping[str, Any], device: str) -> list[tuple[float, int]]:
-    """Time in microseconds and bytes allocated on the device, after every allocation.
+    """Return time in microseconds and bytes allocated on the device, after every allocation.
 
-    On the CPU bytes count from the start of the recording.
+    On the CPU, bytes count from the start of the recording.
     """
     wanted = _NUMBERS[device]
     curve = [
@@ -258,7 +259,7 @@ def memory_curve(trace: Mapping[str, Any], device: str) -> list[tuple[float, int
 
 
 def show_memory(trace: dict[str, Any], pid: int, curve: Sequence[tuple[float, int]]) -> None:
-    """Draw the curve, in place of the events it came from."""
+    """Replace allocation events by a track with the curve."""
     events = trace["traceEvents"]
     events[:] = [event for event in events if event.get("name") != _MEMORY]
     events.extend(
@@ -268,7 +269,7 @@ def show_memory(trace: dict[str, Any], pid: int, curve: Sequence[tuple[float, in
 
 
 def phase_at(ranges: Iterable[Event], ts_us: float) -> str:
-    """The phase of the step at this time; empty between steps."""
+    """Return the phase of the step at this time; empty between steps."""
     return next((event["name"] for event in ranges if event["ts"] <= ts_us <= event["ts"] + event["dur"]), "")
 
 
@@ -276,17 +277,17 @@ def _is_mark(event: Event) -> bool:
     return str(event.get("name", "")).startswith(MARK)
 
 
-# Finds the operators that take most time, from the events of a trace. Pure.
+# The operators that take most time, from the events of a trace. Pure.
 
 
 MAX_OPERATORS = 20
 MAX_GAPS = 5
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of what an operator has the accelerator do."""
+"""Categories of accelerator work launched by operators."""
 _CASTS = ("aten::to", "aten::_to_copy", "aten::type_as")
 """Operators that change the number format of a tensor."""
 _WAITS = ("aten::item", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-"""Calls in which the host waits for what it has asked for."""
+"""Calls in which the host waits for the device."""
 _NO_GAP_S = 1e-6
 
 
@@ -298,7 +299,7 @@ class _Sum:
 
 
 def top_operators(events: Iterable[Event], steps_us: Sequence[Interval]) -> tuple[OperatorTime, ...]:
-    """Times per step of the longest operators; ``steps_us`` are the steps in the trace's microseconds."""
+    """Return times per step of the longest operators; ``steps_us`` are the steps in the trace's microseconds."""
     events = list(events)
     operators = [event for event in events if event.get("cat") == "cpu_op" and _is_inside(event, steps_us)]
     device_us = _device_times(events)
@@ -314,7 +315,7 @@ def top_operators(events: Iterable[Event], steps_us: Sequence[Interval]) -> tupl
 
 
 def cast_share(events: Iterable[Event], steps_us: Sequence[Interval]) -> float:
-    """Share of the operators' time that goes into changing number formats, 0 to 1; copies to other devices are none."""
+    """Return the fraction of operator time that converts number formats; copies between devices do not count."""
     events = list(events)
     operators = [event for event in events if event.get("cat") == "cpu_op" and _is_inside(event, steps_us)]
     kernels_us = _device_times(event for event in events if event.get("cat") == "kernel")
@@ -337,13 +338,13 @@ def cast_share(events: Iterable[Event], steps_us: Sequence[Interval]) -> float:
 
 
 def num_waits(events: Iterable[Event], steps_us: Sequence[Interval]) -> float:
-    """Calls per step in which the host waits for the device; on CPUs those that read a tensor's value."""
+    """Count the calls per step in which the host waits for the device or, on CPUs, reads a tensor's value."""
     waits = sum(event["name"] in _WAITS and _is_inside(event, steps_us) for event in events)
     return waits / max(1, len(steps_us))
 
 
 def idle_gaps(events: Iterable[Event], steps_us: Sequence[Interval]) -> tuple[IdleGap, ...]:
-    """The free time of the steps by what ended before it and what began after it, the longest per step first."""
+    """Return the steps' idle time by the events before and after it, the longest per step first."""
     events = list(events)
     communication, computation = _activity(events)
     steps = [(start_us / 1e6, end_us / 1e6) for start_us, end_us in steps_us]
@@ -387,7 +388,7 @@ def _longest(sums: Mapping[str, _Sum], num_steps: int, *, on_device: bool) -> tu
 
 
 def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Every operator with its duration less that of the operators it calls, which lie within it on its thread."""
+    """Return every operator with its duration, excluding nested operators on the same thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for operator in operators:
         threads[operator["pid"], operator["tid"]].append(operator)
@@ -406,7 +407,7 @@ def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
 
 
 def _device_times(events: Iterable[Event]) -> dict[Any, float]:
-    """Microseconds on the accelerator by the id of the operator that launched them."""
+    """Return microseconds on the accelerator by the id of the launching operator."""
     times: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in _DEVICE and (launcher := _external_id(event)) is not None:
@@ -426,11 +427,11 @@ def _end_us(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
-# Which steps and ranks are recorded.
+# Recorded steps and ranks.
 
 
 def check_profile(spec: ProfileSpec) -> None:
-    """Refuse steps that cannot be recorded.
+    """Reject steps that cannot be recorded.
 
     Raises:
         InfeasibleSpec: names the rule and the remedy.
@@ -445,33 +446,34 @@ def check_profile(spec: ProfileSpec) -> None:
 
 
 def last_step(spec: ProfileSpec) -> int:
-    """The step after which the run may end; it counts collectives after the recorded ones."""
+    """Return the step after which the run may end; collectives are counted after the recorded steps."""
     return spec.stop_step + spec.communication
 
 
 def long_enough(protocol: Protocol, spec: ProfileSpec) -> Protocol:
-    """A protocol that ends with the last step needed: what it measures counts for nothing."""
+    """Return a protocol that ends with the last step needed; its measurements do not count."""
     num_warmup = max(protocol.min_warmup_steps, 1)
     num_steps = max(1, last_step(spec) - num_warmup)
     return replace(protocol, max_warmup_steps=num_warmup, num_steps=num_steps, max_steps=num_steps)
 
 
 def profiled_ranks(spec: ProfileSpec, layout: Layout) -> tuple[int, ...]:
-    """The ranks asked for that exist; else, and by default, the first of every pipeline stage."""
+    """Return the requested ranks that exist; if none, and by default, the first of every pipeline stage."""
     requested = tuple(rank for rank in sorted(set(spec.ranks)) if 0 <= rank < layout.world_size)
     return requested or tuple(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
 MAX_PROGRAM_RANKS = 16
-"""Ranks of a training program that are recorded unless others are asked for."""
+"""Default limit on the number of recorded ranks of a training program."""
 
 
 def long_enough_program(protocol: Protocol, spec: ProfileSpec) -> Protocol:
-    """As :func:`long_enough` of a training program, one of whose steps is not recorded before the named one."""
+    """Return :func:`long_enough` for a training program, with one unrecorded step before the one with module names."""
     return long_enough(protocol, replace(spec, stop_step=spec.stop_step + spec.communication))
 
 
 def program_ranks(spec: ProfileSpec, world_size: int) -> tuple[int, ...]:
-    """The ranks of a training program to record: those asked for that exist; else all, of many some that lie apart."""
+    """Return the ranks of a training program to record: the requested ones that exist, else all, or a spread of
+    many."""
     requested = tuple(rank for rank in sorted(set(spec.ranks)) if rank < world_size)
     return requested or tuple(range(0, world_size, math.ceil(world_size / MAX_PROGRAM_RANKS)))

@@ -1,4 +1,4 @@
-"""A rank whose work is a user's training program: starts it, listens to it, judges it, ends it.
+"""A rank that runs a training program: starts it, reads its reports, judges it and ends it.
 
-Knows the words of a trial only, and no torch: the program brings its own.
+Knows only the interface of a trial, and does not need torch: the program brings its own.
 """

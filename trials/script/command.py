@@ -1,6 +1,4 @@
-"""A user's training program as a rank sees it: the command, and how it is watched. Standard library
-only.
-"""
+"""A training program as a rank sees it: its command, and how it is observed. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,25 +22,25 @@ from trials.secrets import is_secret_name
 from trials.spec import ProfileSpec, Protocol
 
 OUT = "{out}"
-"""Placeholder for the attempt's own folder, which the rank fills in."""
+"""Placeholder for the attempt's folder, which the rank fills in."""
 ALL_OPTIONS = "*"
-"""Stands for all options of a program."""
+"""Placeholder for all options of a program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandFile:
-    """A configuration file of the trial's own. ``{name}`` in arguments and environment becomes its path."""
+    """A configuration file of one trial. ``{name}`` in arguments and environment becomes its path."""
 
     name: str
     """Name of the placeholder."""
     file_name: str
-    """What it is called in the attempt's folder; its suffix tells frameworks the format."""
+    """File name in the attempt's folder; frameworks recognise the format by its suffix."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFormat:
-    """Where and how the program says what it measured, in addition to reports and hooks."""
+    """Where and how the program logs its measurements, in addition to reports and hooks."""
 
     name: str = "none"
     """A parser of :mod:`trials.script.logs`: ``megatron``, ``torchtitan``, ..., ``pattern``, ``none``."""
@@ -50,115 +48,115 @@ class LogFormat:
     """For ``pattern``: a regular expression with groups ``step`` and any of ``loss``, ``step_s``, ``step_ms``,
     ``tokens_per_s``, ``samples_per_s``, ``grad_norm``, ``allocated_gib``, ``reserved_gib``."""
     files: tuple[str, ...] = ()
-    """Glob patterns of files it logs to, read in addition to its output; ``{out}`` is filled in."""
+    """Glob patterns of its log files, read in addition to its output; ``{out}`` is filled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the candidate implies, as far as it can be seen from inside the program; None: unknown."""
+    """Effects of the candidate that can be observed inside the program; None: unknown."""
 
     world_size: int | None = None
     micro_batch_size: int | None = None
-    """Samples of a forward pass on a rank."""
+    """Samples per forward pass on a rank."""
     num_microbatches: int | None = None
-    """Forward passes of an optimiser step on a rank; unknown for pipelines."""
+    """Forward passes per optimiser step on a rank; unknown for pipelines."""
     dtype: str | None = None
     """Number format of the first linear layer's output: ``float32``, ``bfloat16``, ``float16``."""
     recomputes: bool | None = None
     """Whether layers run again in the backward pass."""
     parameter_shards: int | None = None
-    """Over how many ranks every parameter is spread: ZeRO-3, tensor and pipeline parallelism."""
+    """Number of ranks over which every parameter is split: by ZeRO-3, tensor and pipeline parallelism."""
     num_workers: int | None = None
-    """Processes of the loader that feeds the training."""
+    """Worker processes of the loader that feeds training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
-    """All that a rank needs to run a user's program for one trial, as JSON."""
+    """Everything a rank needs to run a training program for one trial; passed as JSON."""
 
     argv: tuple[str, ...]
-    """Everything is filled in but ``{out}`` and the names of ``files``."""
+    """The command; only ``{out}`` and the names of ``files`` are still to be filled in."""
     cwd: str
     env: tuple[tuple[str, ...], ...] = ()
     """Pairs of name and value."""
     env_pass: tuple[str, ...] = ()
-    """Further variables of the node that the program may see, by name."""
+    """Names of further node variables that the program may see."""
     files: tuple[CommandFile, ...] = ()
     launcher: Literal["env", "own"] = "env"
     log: LogFormat = LogFormat()
     hook: bool = True
-    """Whether our reporting hook is loaded into its Python."""
+    """Whether the reporting hook is loaded into its Python."""
     protocol: Protocol
     fewest_steps: int | None = None
-    """Measured steps that are enough where the program ends by itself with exit code 0; None: all of the protocol."""
+    """Measured steps that suffice if the program ends by itself with exit code 0; None: all of the protocol."""
     num_devices: int
     """Devices of the whole trial."""
     tokens_per_step: int
     samples_per_step: int
     expected: Expected = Expected()
     options: tuple[str, ...] = ()
-    """Custom options that the candidate sets: ``--flag``, ``dotted.key`` or ``$NAME``; the program is to read them.
-    With :data:`ALL_OPTIONS` among them, the report has all options of the program."""
+    """Custom options that the candidate sets and the program must read: ``--flag``, ``dotted.key`` or ``$NAME``. With
+    :data:`ALL_OPTIONS` among them, the report has all options of the program."""
     device: str = "cpu"
     memory_limit_bytes: int | None = None
     model_flops_per_token: float = 0.0
-    """0: not known."""
+    """0: unknown."""
     profile: ProfileSpec | None = None
     """If set, the hook records these steps and ranks, and the run's times are not a measurement."""
     cache_dir: str | None = None
-    """Folder for compilers' caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
+    """Folder for compiler caches, shared by the trials of a sweep on a node; None: the node's temporary folder."""
 
     @property
     def is_detection(self) -> bool:
-        """Whether the run only observes the program: its times are no measurement."""
+        """Whether the run only observes the program, so that its times are not a measurement."""
         return ALL_OPTIONS in self.options
 
     @property
     def num_warmup_steps(self) -> int:
-        """Steps before measuring, a fixed number: ranks of a foreign program cannot agree on one."""
+        """Steps before measuring; a fixed number, because ranks of a training program cannot agree on one."""
         return self.protocol.min_warmup_steps
 
     @property
     def num_required_steps(self) -> int:
-        """Steps after which it may end, in whatever way."""
+        """Steps after which it may end in any way."""
         return self.protocol.min_warmup_steps + self.protocol.num_steps
 
 
-# What goes first on the PYTHONPATH of a training program, so that it can report. Standard library only.
+# The first entries of a training program's PYTHONPATH, with which it can report.
 #
-# ``api/`` holds one file, ``tune_cluster_report.py``, for programs that import it; whichever virtual environment they
-# run in, nothing else of ours becomes visible to them. ``hook/`` makes unchanged programs report: Python imports its
-# ``sitecustomize`` at start, which is silent unless ``TUNE_CLUSTER_REPORT`` names a folder.
+# ``api/`` holds one file, ``tune_cluster_report.py``, for programs that import it; in every virtual environment,
+# nothing else of this project becomes visible to them. ``hook/`` makes unchanged programs report: Python imports its
+# ``sitecustomize`` at start, which does nothing unless ``TUNE_CLUSTER_REPORT`` names a folder.
 
 
 API_FOLDER = Path(__file__).parent / "api"
 HOOK_FOLDER = Path(__file__).parent / "hook"
 
 REPORT_VARIABLE = "TUNE_CLUSTER_REPORT"
-"""Folder of the lines and of ``stop``."""
+"""Variable with the folder of the report lines and of the file ``stop``."""
 PROFILE_VARIABLE = "TUNE_CLUSTER_PROFILE"
-"""Which steps the hook records, as JSON."""
+"""Variable with the steps for the hook to record, as JSON."""
 KNOBS_VARIABLE = "TUNE_CLUSTER_KNOBS"
-"""File of the knobs that the hook sets within the program."""
+"""Variable with the file of the knobs that the hook sets inside the program."""
 VARIABLES_VARIABLE = "TUNE_CLUSTER_VARIABLES"
-"""Names of the environment variables of the candidate's, which the hook watches."""
+"""Variable with the names of the candidate's environment variables, which the hook watches."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
-"""How much memory a process may take on a CUDA device."""
+"""Variable with the limit on a process's memory on a CUDA device."""
 HOST_MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES"
-"""Limit on the host memory of a process that computes on CPUs."""
+"""Variable with the limit on the host memory of a process that computes on CPUs."""
 
 
 def hook_path(*, hook: bool = True) -> tuple[str, ...]:
-    """Entries for the front of PYTHONPATH.
+    """Return the entries for the front of PYTHONPATH.
 
     Args:
-        hook: Whether programs report without being changed; otherwise only those do that import the report API.
+        hook: Whether unchanged programs report; otherwise only those that import the report API.
     """
     return (str(HOOK_FOLDER), str(API_FOLDER)) if hook else (str(API_FOLDER),)
 
 
 def hook_files() -> dict[str, str]:
-    """Text of the files that the hook consists of, by path, to lie beside a promoted command; the folder ``hook`` goes
+    """Return the hook's files by path with their text, to store next to a promoted command; the folder ``hook`` goes
     first on PYTHONPATH."""
     paths = sorted(path for folder in (HOOK_FOLDER, API_FOLDER) for path in folder.rglob("*") if path.is_file())
     return {
@@ -169,27 +167,27 @@ def hook_files() -> dict[str, str]:
 
 
 def with_hook(python_path: str | None, *, hook: bool = True) -> str:
-    """The value of PYTHONPATH for a training program.
+    """Return PYTHONPATH for a training program.
 
     Args:
-        python_path: What it would be otherwise; kept behind ours.
-        hook: As for :func:`hook_path`.
+        python_path: Its value otherwise, appended to the new entries.
+        hook: See :func:`hook_path`.
     """
     return os.pathsep.join([*hook_path(hook=hook), *filter(None, [python_path])])
 
 
 def inside_knobs(command: ScriptCommand) -> tuple[str, ...]:
-    """Names of the knobs that the hook is to set within the program: those in the file that the command's environment
-    names."""
+    """Return the names of the knobs for the hook to set inside the program, from the file named in the command's
+    environment."""
     paths = [pair[1] for pair in command.env if len(pair) == 2 and pair[0] == KNOBS_VARIABLE]
     texts = (file.text for file in command.files if f"{{{file.name}}}" in paths)
     return tuple(name for text in texts for name in json.loads(text)["knobs"])
 
 
-# The environment of the user's program: what of the node's it may see, torchrun's variables, where compilers cache.
+# The environment of a training program: the node's variables that it may see, torchrun's variables, compiler caches.
 #
-# Programs get an allow-list, not everything: keys, tokens and the addresses of our own services stay out unless the
-# sweep file names them (``env_pass``). Values of the sweep file's ``env`` go over all else.
+# Programs get an allow-list: keys, tokens and addresses of this project's services stay out unless the sweep file names
+# them (``env_pass``). Values in the sweep file's ``env`` take precedence.
 
 
 NAMES = frozenset(
@@ -203,28 +201,28 @@ NAMES = frozenset(
         *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "MODELSCOPE_CACHE", "WANDB_MODE", "NO_COLOR"),
     )
 )
-"""Variables of the node that programs see."""
+"""Node variables that programs see."""
 PREFIXES = (
     *("LC_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NVTE_", "NCCL_", "RCCL_", "HCCL_", "GLOO_", "UCX_", "UCC_"),
     *("FI_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_", "TORCH_", "TORCHINDUCTOR_"),
     *("TORCHDYNAMO_", "PYTORCH_", "TRITON_", "HIP_", "HSA_", "ROCM_", "ROCR_", "MIOPEN_", "GPU_", "ASCEND_"),
     *("ONEAPI_", "ZE_", "SYCL_", "HABANA_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "DS_", "FLAGS_", "MS_"),
 )
-"""Beginnings of further names that they see: libraries of devices, of communication, of mathematics, frameworks."""
+"""Prefixes of further ones: libraries of devices, communication and mathematics, and frameworks."""
 DEFAULTS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-"""What holds where neither node nor sweep file say otherwise."""
+"""Defaults if neither the node nor the sweep file sets them."""
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 CACHES = {
     EXTENSIONS_VARIABLE: "torch_extensions",
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-"""Variables of compilers' caches, and the folder of each."""
+"""Variables of compiler caches, and the folder of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRank:
-    """The identity of this rank, from the cluster or torchrun."""
+    """Identity of this rank, from the cluster or torchrun."""
 
     rank: int
     """Number of its slot; with ``launcher: own`` slots are nodes."""
@@ -240,7 +238,7 @@ class ScriptRank:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> ScriptRank:
-        """Read the variables that the cluster and torchrun set; a process by itself is the only rank."""
+        """Read the variables of the cluster and torchrun; a single process is the only rank."""
         rank, local_rank = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
         num_slots = int(environment.get("WORLD_SIZE", "1"))
         return cls(
@@ -257,14 +255,15 @@ class ScriptRank:
 
 
 def cache_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
-    """Where this command's compilers keep what they made, on the node with this environment."""
+    """Return the folder for this command's compiler caches on the node with this environment."""
     if folder := command.cache_dir or node.get("TUNE_CLUSTER_CACHE_DIR"):
         return Path(folder)
     return Path(tempfile.gettempdir()) / f"tune-cluster-{getpass.getuser()}" / "caches"
 
 
 def extensions_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
-    """Where PyTorch builds C++ extensions for this command. Kept between sweeps: building DeepSpeed's takes a minute.
+    """Return the folder in which PyTorch builds C++ extensions for this command. It persists between sweeps, because
+    building DeepSpeed's takes a minute.
 
     One folder per host, so that locks of dead processes can be recognised; in :func:`cache_folder` if the home
     directory is not writable.
@@ -285,12 +284,12 @@ def child_environment(
     report: Path,
     error_file: Path,
 ) -> dict[str, str]:
-    """All variables of the program.
+    """Return all variables of the program.
 
     Args:
-        node: the environment that the rank itself runs in.
+        node: environment of the rank itself.
         report: folder of its report files.
-        error_file: where torch's ``record`` writes an error.
+        error_file: file for errors from torch's ``record``.
     """
     passed = frozenset(command.env_pass)
     environment = {name: value for name, value in node.items() if name in passed or is_seen_anyway(name)}
@@ -307,7 +306,7 @@ def child_environment(
     if command.memory_limit_bytes is not None:
         on_host = command.device == "cpu"
         limit = HOST_MEMORY_LIMIT_VARIABLE if on_host else MEMORY_LIMIT_VARIABLE
-        if not (on_host and command.profile is not None):  # the profiler takes much of it itself
+        if not (on_host and command.profile is not None):  # the profiler itself takes much of it
             environment[limit] = str(command.memory_limit_bytes)
     if command.profile is not None:
         environment[PROFILE_VARIABLE] = json.dumps(_window(command.profile))
@@ -318,7 +317,7 @@ def child_environment(
 
 
 def _window(profile: ProfileSpec) -> dict[str, Any]:
-    """What the hook is to record."""
+    """Return the settings for the hook's recording."""
     return {
         "first": profile.start_step,
         "last": profile.stop_step,
@@ -330,19 +329,19 @@ def _window(profile: ProfileSpec) -> dict[str, Any]:
 
 
 def remember_secrets(pairs: Iterable[Sequence[str]]) -> None:
-    """Have what the sweep file tells the program in confidence redacted from all that this process writes."""
+    """Redact secrets that the sweep file passes to the program from everything this process writes."""
     for pair in pairs:
         if len(pair) == 2 and is_secret_name(pair[0]):
             os.environ[pair[0]] = pair[1]
 
 
 def is_seen_anyway(name: str) -> bool:
-    """Whether programs see this variable of the node without ``env_pass``."""
+    """Whether programs see this node variable without ``env_pass``."""
     return (name in NAMES or name.startswith(PREFIXES)) and not is_secret_name(name)
 
 
 def _torchrun(rank: ScriptRank) -> dict[str, str]:
-    """What torchrun tells each of its processes."""
+    """Return the variables that torchrun sets in each process."""
     return {
         **_meeting(rank),
         "RANK": str(rank.rank),
@@ -362,7 +361,7 @@ def _torchrun(rank: ScriptRank) -> dict[str, str]:
 
 
 def _nodes(rank: ScriptRank) -> dict[str, str]:
-    """What a command that starts its own ranks may want to know; names that LLaMA-Factory and ms-swift read."""
+    """Return variables for a command that starts its own ranks; LLaMA-Factory and ms-swift read these names."""
     return {
         **_meeting(rank),
         "NNODES": str(rank.num_slots),
@@ -375,35 +374,35 @@ def _meeting(rank: ScriptRank) -> dict[str, str]:
     return {"MASTER_ADDR": rank.master_addr, "MASTER_PORT": rank.master_port}
 
 
-# Files of an attempt on a node: what the program gets, what its ranks tell each other, and how all of it goes away.
+# Files of an attempt on a node: the program's files, messages between its ranks, and their removal.
 #
 # ::
 #
-#     ATTEMPT/script/out         {out}: whatever the program writes; shared by the node's ranks
+#     ATTEMPT/script/out         {out}: everything the program writes; shared by the node's ranks
 #     ATTEMPT/script/files       copies of configuration files
 #     ATTEMPT/script/report/N    $TUNE_CLUSTER_REPORT of rank N, with the file ``stop``
-#     ATTEMPT/script/ranks       what each rank of the node tells the others of itself
+#     ATTEMPT/script/ranks       state of each rank of the node, for the others
 
 
 ATTEMPT_VARIABLE = "TUNE_CLUSTER_ATTEMPT_DIR"
-"""Environment variable by which the cluster tells ranks the attempt's folder."""
+"""Environment variable by which the cluster passes the attempt's folder to ranks."""
 SCRATCH = "script"
-"""Folder in an attempt's folder that is deleted with the attempt's end."""
+"""Folder inside an attempt's folder that is deleted when the attempt ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerState:
-    """What a rank lets the others of its node know."""
+    """State that a rank publishes to the others of its node."""
 
     state: Literal["training", "measured", "silent"] = "training"
-    """``measured``: it has its steps; ``silent``: others speak for it."""
+    """``measured``: it has its steps; ``silent``: another rank reports for it."""
     is_gone: bool = False
-    """Whether nothing of its program is left."""
+    """Whether all processes of its program have ended."""
     phase: Phase | None = None
     step: int = 0
     step_time_s: float | None = None
     number: int = 0
-    """Words of a rank have rising numbers, so that one that repeats the last is a word of its own."""
+    """Sequence number, so that a repeated state counts as a new message."""
 
 
 class Places:
@@ -425,7 +424,7 @@ class Places:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str], rank: ScriptRank) -> Places:
-        """Those in the attempt's folder, or in a temporary one that local ranks of one launch share."""
+        """Return the paths in the attempt's folder, or in a temporary one shared by the local ranks of a launch."""
         if folder := environment.get(ATTEMPT_VARIABLE):
             return cls(Path(folder), rank, is_own_folder=False)
         if profile := environment.get(FOLDER_VARIABLE):
@@ -434,7 +433,7 @@ class Places:
         return cls(Path(tempfile.gettempdir()) / name, rank, is_own_folder=True)
 
     def make(self, command: ScriptCommand) -> None:
-        """Create the folders, the copies of configuration files, and the number of the last step to train."""
+        """Create the folders, the copies of configuration files, and the file with the last step to train."""
         for folder in (self.out, self.files, self.report, self._ranks):
             make_private_folder(folder)
         for file in command.files:
@@ -442,7 +441,7 @@ class Places:
         write_atomically(self.report / "stop", [f"{command.num_required_steps}\n".encode()])
 
     def fill(self, text: str, command: ScriptCommand) -> str:
-        """``text`` with what only the node knows in the place of its placeholders."""
+        """Fill in the placeholders in ``text`` that only the node can fill in."""
         rank = self._rank
         known = {
             OUT: str(self.out),
@@ -458,7 +457,7 @@ class Places:
         return text
 
     def publish(self, word: PeerState) -> None:
-        """Leave word for the other ranks of this node.
+        """Publish a state to the other ranks of this node.
 
         Raises:
             OSError: the host's disk is full or broken; peers would wait in vain.
@@ -472,7 +471,7 @@ class Places:
                     raise
 
     def peer_states(self) -> list[PeerState]:
-        """The last words of the ranks of this node, as far as they have left any."""
+        """Return the latest states of the ranks of this node that have published one."""
         found: list[PeerState] = []
         with contextlib.suppress(OSError):
             for path in self._ranks.iterdir():
@@ -482,7 +481,7 @@ class Places:
         return found
 
     def leave(self) -> None:
-        """Delete the scratch folder, if this is the last rank of the node to leave it."""
+        """Delete the scratch folder if this is the last rank of the node to leave it."""
         with contextlib.suppress(OSError):  # the disk is full: the warden removes the folder
             self.publish(replace(self._last_state, is_gone=True))
         if self._rank.local_slots == 1 or all_gone(self.peer_states(), self._rank.local_slots):
@@ -498,18 +497,18 @@ def all_gone(words: Sequence[PeerState], num_ranks: int) -> bool:
 
 
 def report_folder(attempt: Path, rank: int) -> Path:
-    """``$TUNE_CLUSTER_REPORT`` of a rank whose node has this folder for the attempt."""
+    """Return ``$TUNE_CLUSTER_REPORT`` of a rank, given the attempt's folder on its node."""
     return attempt / SCRATCH / "report" / str(rank)
 
 
 def remove_scratch(attempt: Path) -> None:
-    """Delete what ranks that were killed left in an attempt's folder, once no process of theirs is left."""
+    """Delete what killed ranks left in an attempt's folder, after all their processes have ended."""
     shutil.rmtree(attempt / SCRATCH, ignore_errors=True)
 
 
 def remove_stale_locks(extensions: Path) -> list[Path]:
-    """Delete the lock files of builds that no process holds: the next build would wait for them for ever.
-    A compiler holds its lock file open as long as it lives."""
+    """Delete lock files of builds that no process holds, because the next build would wait for them for ever. A live
+    compiler holds its lock file open."""
     found = [path for path in extensions.glob("**/lock") if path.is_file()]
     if not found:
         return []
@@ -521,7 +520,7 @@ def remove_stale_locks(extensions: Path) -> list[Path]:
 
 
 def _open_files() -> set[str]:
-    """Paths of all files that processes of this user hold open."""
+    """Return the paths of all files that processes of this user hold open."""
     held: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Why a program ended before its steps were measured: from its reports, its output and its files.
+"""Why a program ended before its steps were measured, from its reports, output and files.
 
-Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere
-in what a program prints is none of them. The errors raised here carry the program's own type, by which
-:func:`trials.failure.classify` judges as it does for our own training.
+Only an error's type, or the exact words in which allocators fail, count as out of memory; the words "out of memory"
+elsewhere in the output do not. Errors raised here carry the name of the program's error type, by which
+:func:`trials.failure.classify` judges them like those of built-in training.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ NEEDLES = (
     b"terminate called",
     b"atchdog",
 )
-"""One of these stands in every line that :class:`OutputWatch` looks at."""
+"""Every line that :class:`OutputWatch` examines contains one of these."""
 MAX_CHARS = 2000
 NUM_STEPS_OBSERVED = 4
-"""First steps around which the hook itself works, looking at the model and its knobs: lines arrive later than the steps
-that they report took, by as much."""
+"""First steps in which the hook itself does extra work, on the model and its knobs: lines arrive later by that time
+than the reported steps took."""
 
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]:\s?)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?::\s*(?P<message>.*))?$"
@@ -67,50 +67,50 @@ _MEMORY = re.compile(
 )
 _MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "ResourceExhaustedError")
 _SURVIVED = re.compile(r"Ignoring this choice|terminate called|watchdog (?:caught|thread terminated)", re.IGNORECASE)
-"""What a program says that has survived what it reported of memory before: a kernel was tuned, or an abort begins."""
+"""Output showing that a program survived earlier memory errors: a kernel was tuned, or an abort begins."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _UNHANDLED = "unhandled cuda error"
 _LAUNCHERS = re.compile(
     r"ChildFailedError|CalledProcessError|ProcessExitedException|Distributed job exited with exception"
 )
 _AMBIGUOUS = ("InfeasibleSpec", "DataError", "NonFiniteLoss", "NodeFault")
-"""Names of errors of ours: a program's own by these names mean something else."""
+"""Names of our own errors: a program's errors of these names mean something else."""
 NODE_FAULT_CODES = {16: "requests a restart on another node", 17: "found wrong results that are not reproducible"}
 """Exit codes of Megatron-LM's rerun state machine, which suspects the hardware."""
 
 
 class CommandError(RuntimeError):
-    """The command failed, and gave no better reason than how it ended."""
+    """The command failed, with no better reason than its exit code."""
 
 
 class NoMetricsError(RuntimeError):
-    """The command ended well, but reported none of its steps."""
+    """The command succeeded, but reported no steps."""
 
 
 class TooFewStepsError(RuntimeError):
-    """The command ended well, but before the steps that a trial needs."""
+    """The command succeeded, but ended before the steps that a trial needs."""
 
 
 class NotApplied(InfeasibleSpec):  # named like the outcome it leads to
-    """What the program does is not what the candidate says: its times would be those of something else."""
+    """The program does not do what the candidate specifies, so its times would be of something else."""
 
     def __init__(self, message: str, refused: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.refused = refused
 
 
-class TrainingDiverged(NonFiniteLoss):  # says what was found
+class TrainingDiverged(NonFiniteLoss):  # named after the finding
     """The program's loss or gradient norm became inf or nan."""
 
 
 def is_of_program(error: BaseException) -> bool:
-    """Whether an error is about a user's program, so that our stack trace does not help."""
+    """Whether an error is about a training program, so that our stack trace does not help."""
     reported_errors = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
     return isinstance(error, reported_errors)
 
 
 class OutputWatch:
-    """Remembers what a program's output says of its failure; at most some dozens of lines."""
+    """Extracts failures from a program's output; keeps at most some dozens of lines."""
 
     def __init__(self) -> None:
         self._errors: deque[tuple[int, ReportedError]] = deque(maxlen=64)
@@ -121,7 +121,7 @@ class OutputWatch:
         self.is_port_taken = False
 
     def feed(self, line: str) -> None:
-        """Look at one line."""
+        """Examine one line."""
         line = line[:MAX_CHARS]
         if "above exception" in line:
             self._is_chained = True
@@ -130,16 +130,16 @@ class OutputWatch:
             self._is_chained = False
         elif (match := _ERROR.match(line)) and not _LAUNCHERS.search(line):
             self._errors.append((self._chain, ReportedError(match["type"], match["message"] or "")))
-        if not self._is_aborting and (match := _SURVIVED.search(line)):  # from then on, other ranks follow the first
+        if not self._is_aborting and (match := _SURVIVED.search(line)):  # after that, other ranks fail as a result
             self._memory, self._is_aborting = "", not match[0].startswith("Ignoring")
         if not self._memory and _MEMORY.search(line):
             self._memory = line.strip()
         self.is_port_taken = self.is_port_taken or _PORT_TAKEN.search(line) is not None
 
     def cause(self) -> ReportedError | None:
-        """The error that ended the program, as far as its output tells."""
+        """Return the error that ended the program, as far as its output shows."""
         roots = [entry for entry in self._errors if not _is_collateral(entry[1])]
-        if self._memory and all(_UNHANDLED in error.message for _, error in roots):  # NCCL says why in another line
+        if self._memory and all(_UNHANDLED in error.message for _, error in roots):  # NCCL's reason is in another line
             return ReportedError("OutOfMemoryError", self._memory)
         roots = roots or list(self._errors)
         if not roots:
@@ -149,7 +149,7 @@ class OutputWatch:
 
 
 def is_out_of_memory(error: ReportedError) -> bool:
-    """Whether an error says by type or words that an allocation failed."""
+    """Whether an error reports a failed allocation, by type or words."""
     return error.type_name.rpartition(".")[2] in _MEMORY_TYPES or _MEMORY.search(error.message) is not None
 
 
@@ -158,7 +158,7 @@ def _is_collateral(error: ReportedError) -> bool:
 
 
 def raised(error: ReportedError, suffix: str = "") -> Exception:
-    """The program's error as an exception of ours, whose class is called like the program's."""
+    """Return the program's error as an exception of ours whose class has the same name."""
     module, _, name = error.type_name.rpartition(".")
     name = "OutOfMemoryError" if is_out_of_memory(error) and name != "MemoryError" else name or "Error"
     if name in _AMBIGUOUS:
@@ -169,7 +169,7 @@ def raised(error: ReportedError, suffix: str = "") -> Exception:
 
 
 def left_behind(path: Path) -> ReportedError | None:
-    """The error in the file that torch's ``record`` writes; None where there is none."""
+    """Return the error in the file written by torch's ``record``; None if there is none."""
     try:
         message = json.loads(path.read_bytes()[: 1 << 20])["message"]
         text = str(message["message"] if isinstance(message, dict) else message)
@@ -192,10 +192,11 @@ def failure(
     where: str,
     is_megatron: bool,
 ) -> Exception | None:
-    """What to raise for a program that ended before its steps were measured; None where only its exit code speaks.
+    """Return the error to raise for a program that ended before its steps were measured; None if only its exit code is
+    known.
 
     Args:
-        where: how far it had come, as a clause: ``after 3 of 10 steps``.
+        where: its progress, as a clause: ``after 3 of 10 steps``.
     """
     suffix = f" (the command {how_it_ended(exit_code)} {where})"
     if is_megatron and exit_code in NODE_FAULT_CODES:
@@ -214,28 +215,30 @@ def failure(
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """The exit code in words, as a predicate."""
+    """Describe the exit code, as a predicate."""
     if exit_code is None:
         return "was still running"
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
-# What becomes of the reports: a report of the measured steps, or the error that says why there is none.
+# From reports to a report of the measured steps, or to the error that explains why there is none.
 
 
 REPORT_SLACK_S = 0.2
-"""How much later than its report, or earlier, the line of a hook may arrive for the same step: files are polled."""
+"""Seconds by which a hook's line may arrive later or earlier than the report of the same step: files are polled."""
 MOST_MISSED = 0.75
-"""Share of the steps of another source that a hook counts at least, if both count the same steps."""
+"""Smallest fraction of another source's steps that a hook counts, if both count the same steps."""
+MOST_MOVED = 4
+"""The measured steps move on by at most so many times their number, see :meth:`Judge.settle`."""
 NORMS_IN_A_ROW = 3
-"""So many gradient norms in a row that are not finite mean divergence; fewer are steps that loss scaling skips."""
+"""Consecutive non-finite gradient norms that mean divergence; fewer are steps skipped by loss scaling."""
 SHARDS_TOLERANCE = 0.7
-"""Part of the expected saving that has to be seen: some parameters are spread over fewer ranks, or not at all."""
+"""Fraction of the expected saving that must be visible: some parameters are split over fewer ranks, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
-    """Seconds of the measured steps by the best source that has them all."""
+    """Seconds of the measured steps from the best source that has them all."""
 
     source: str
     values: tuple[LogValue, ...]
@@ -246,7 +249,7 @@ class MeasuredSteps:
 
     @property
     def resolution_s(self) -> float:
-        """The coarsest of the steps'."""
+        """The coarsest resolution of the steps."""
         return max(value.resolution for value in self.values)
 
 
@@ -259,9 +262,9 @@ class Judge:
         self._measured = range(command.num_warmup_steps + 1, command.num_required_steps + 1)
 
     def times(self) -> MeasuredSteps | None:
-        """Times of the measured steps; None until one source has reported all of them.
+        """Return the times of the measured steps; None until one source has reported all of them.
 
-        Of several processes, each step's time is that of the slowest.
+        If there are several processes, each step's time is that of the slowest.
         """
         found = self._timed()
         if not found:
@@ -269,12 +272,49 @@ class Judge:
         slowest = (max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured)
         return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
 
-    def contradiction(self, *, began_s: float | None = None) -> Contradiction | None:
-        """How the arrival of lines, or the optimizer steps that a hook saw, contradict the measured steps' times.
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before the measured ones."""
+        return self._measured.start - 1
+
+    def settle(self, *, is_last: bool = False) -> bool:
+        """Move the measured steps on while they use up batches that worker processes had loaded before them.
+
+        Workers get ahead while the program starts and the hook looks at its first steps. Until that lead is gone, steps
+        take less time than loading does. Returns whether the measured steps are final.
 
         Args:
-            began_s: when (monotonic) a program began that has ended by itself: at its end it writes what a buffer held
-                back, all of its lines perhaps.
+            is_last: whether to accept the present ones if no further steps are there.
+        """
+        most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
+        while self._is_ahead():
+            if self.num_warmup_steps < most and self.num_steps >= self._measured.stop:
+                self._measured = range(self._measured.start + 1, self._measured.stop + 1)
+            elif self.num_warmup_steps < most and not is_last:
+                return False
+            else:
+                self._book.note("the measured steps used batches that loader workers had loaded before: too short")
+                return True
+        return True
+
+    def _is_ahead(self) -> bool:
+        """Whether fewer loaded batches are left after the measured steps than were there before, or the hook looked at
+        the program within them."""
+        before, last = self._measured.start - 1, self._measured.stop - 1
+        for series in self._book.series.values():
+            ahead = series.by_step("batches_ahead")
+            if all(step in ahead for step in range(max(before, 1), last + 1)) and (
+                before < NUM_STEPS_OBSERVED or ahead[before].value > ahead[last].value
+            ):
+                return True
+        return False
+
+    def contradiction(self, *, began_s: float | None = None) -> Contradiction | None:
+        """Return how the arrival of lines, or the optimiser steps seen by a hook, contradict the measured times.
+
+        Args:
+            began_s: start (monotonic) of a program that has ended by itself: at its end, it may write all its lines
+                from a buffer.
         """
         for series, table in self._timed():
             found = self._by_arrival(series, table, began_s if series.kind in (FILE, LOG) else None)
@@ -286,7 +326,7 @@ class Judge:
         return None
 
     def _timed(self) -> list[tuple[StepSeries, dict[int, LogValue]]]:
-        """The series of the best source that has times of all measured steps, with these."""
+        """Return the series of the best source with times of all measured steps, and these times."""
         for _, group in self._groups():
             found = [(series, table) for series in group if self._covers(table := self._times_of(series))]
             if found or self._reports_otherwise(group):
@@ -296,7 +336,7 @@ class Judge:
     def _by_arrival(
         self, series: StepSeries, table: dict[int, LogValue], began_s: float | None
     ) -> Contradiction | None:
-        """The reported times against the arrival of the lines that reported them."""
+        """Compare the reported times with the arrival of the lines that reported them."""
         steps, source = self._measured, series.name
         if series.kind in (HOOK, PLAIN_HOOK):
             steps = range(max(steps.start, NUM_STEPS_OBSERVED + 1), steps.stop)
@@ -309,7 +349,7 @@ class Judge:
             witness = "the arrival of all lines at once"
             return contradicted([at_once], slack_s=slack_s, source=source, witness=witness, at_least=False)
         intervals = list(series.intervals(table, steps))
-        if not intervals:  # one line reports on all of them: the next lines show how long such steps take
+        if not intervals:  # one line reports all of them: the next lines show how long such steps take
             intervals = list(series.intervals(table, range(steps[0], max(table) + 1)))
         if intervals and series.has_bursts:
             num_steps = sum(one.num_steps for one in intervals)
@@ -317,9 +357,9 @@ class Judge:
         return contradicted(intervals, slack_s=slack_s, source=source, witness="the arrival of its lines")
 
     def _by_hook(self, series: StepSeries, table: dict[int, LogValue], hook: StepSeries) -> Contradiction | None:
-        """The reported times against the optimizer steps of the program: those of the same numbers, and how many there
-        were from the first to the last report."""
-        steps, source, witness = self._measured, series.name, f"the optimizer steps seen by {hook.name}"
+        """Compare the reported times with the program's optimiser steps: those with the same numbers, and their count
+        from the first to the last report."""
+        steps, source, witness = self._measured, series.name, f"the optimiser steps seen by {hook.name}"
         found = contradicted(list(hook.intervals(table, steps)), source=source, witness=witness, at_most=False)
         span = series.span(steps)
         if found is not None or span is None:
@@ -345,15 +385,17 @@ class Judge:
         return self._num_steps_reported
 
     def last_step_time_s(self) -> float | None:
-        """Seconds of the last step, by the best source that tells times."""
+        """Return the seconds of the last step, from the best source with times."""
         for _, group in self._groups():
             if (last := group[0].last_time(*self._amounts)) is not None:
                 return last.value
         return None
 
     def check_finite(self) -> None:
-        """Raises:
-        TrainingDiverged: training diverged in a step up to the last required one.
+        """Check losses and gradient norms.
+
+        Raises:
+            TrainingDiverged: training diverged in a step up to the last required one.
         """
         last = self._command.num_required_steps
         for step, reason in self._book.non_finite:
@@ -366,8 +408,10 @@ class Judge:
             _check_norms(series, last)
 
     def check_facts(self) -> None:
-        """Raises:
-        NotApplied: a knob was seen not to act.
+        """Check that the facts match the candidate.
+
+        Raises:
+            NotApplied: a knob has no effect.
         """
         for origin, facts in self._book.facts.items():
             for problem in _contradictions(self._command.expected, facts):
@@ -380,8 +424,10 @@ class Judge:
         self._check_amounts()
 
     def check_options(self) -> None:
-        """Raises:
-        NotApplied: the program never read an option that the candidate sets.
+        """Check that the program reads the candidate's options.
+
+        Raises:
+            NotApplied: the program never read an option that the candidate sets.
         """
         for wanted in self._command.options:
             found = [one for one in self._book.options.values() if one.is_called(wanted)]
@@ -389,7 +435,7 @@ class Judge:
                 raise NotApplied(f"not applied: the program never reads {wanted}")
 
     def check_knobs(self, *, is_last: bool = False) -> None:
-        """Check the hook's reports on the knobs that it was to set within the program.
+        """Check the hook's reports on the knobs that it should set inside the program.
 
         Args:
             is_last: whether a knob without a report is an error.
@@ -417,25 +463,27 @@ class Judge:
         return self._command.is_detection or any(map(option.is_called, self._command.options))
 
     def _check_amounts(self) -> None:
-        """Raises:
-        NotApplied: the program reports more samples or tokens per step than a hook counts.
+        """Compare the program's own counts with the hook's.
+
+        Raises:
+            NotApplied: the program reports more samples or tokens per step than a hook counts.
         """
         series = [series for series in self._book.series.values() if series.kind == REPORT]
         for name in ("samples", "tokens"):
             reported = max((amount for one in series if (amount := self._mean_of(one, name))), default=None)
             for counted, hook in self._counted(name):
                 if reported is not None and reported > (1 + TOLERANCE) * counted:
-                    amounts = f"the program reports {reported:g} {name} per optimizer step, but trains on {counted:g}"
+                    amounts = f"the program reports {reported:g} {name} per optimiser step, but trains on {counted:g}"
                     raise NotApplied(f"not applied: {amounts} (seen by {hook})")
 
     def _counted(self, name: str) -> Iterator[tuple[float, str]]:
-        """How many samples or tokens of the global batch hooks count per step, at most."""
+        """Yield the most samples or tokens of the global batch that hooks count per step."""
         for series in self._book.series.values():
             if series.kind in (HOOK, PLAIN_HOOK) and (amount := self._mean_of(series, name)):
                 yield amount, series.name
         for origin, facts in self._book.facts.items():
             micro_batch, forwards = facts.get("micro_batch_size"), facts.get("forwards_per_step")
-            if name == "samples" and micro_batch and micro_batch > 1 and forwards:  # one: perhaps many, packed
+            if name == "samples" and micro_batch and micro_batch > 1 and forwards:  # 1 may be many, packed
                 yield micro_batch * forwards * self._command.num_devices, origin
 
     def _mean_of(self, series: StepSeries, name: str) -> float | None:
@@ -444,7 +492,7 @@ class Judge:
         return statistics.fmean(known) if known and all(map(math.isfinite, known)) else None
 
     def sources(self, times: MeasuredSteps) -> Iterator[ScriptSource]:
-        """Where each kind of value comes from."""
+        """Yield the source of each kind of value."""
         yield ScriptSource(name="step_time_s", source=times.source, resolution=times.resolution_s)
         for name in (
             "loss",
@@ -464,9 +512,9 @@ class Judge:
                 yield ScriptSource(name=name, source=series.name, resolution=resolution, is_share=is_share)
 
     def per_step(self, name: str) -> tuple[float, ...]:
-        """A value of every step from the first on; empty where one of them is missing.
+        """Return a value of every step from the first on; empty if one of them is missing.
 
-        Of several processes it is that of the first, or the mean where each tells that of its own share.
+        If there are several processes, it is the first's, or the mean if each reports only its own share.
         """
         steps = range(1, self._command.num_required_steps + 1)
         for source, group in self._groups():
@@ -477,7 +525,7 @@ class Judge:
         return ()
 
     def mean(self, name: str) -> float | None:
-        """Mean of a value over the measured steps, by the best source that has it there."""
+        """Return the mean of a value over the measured steps, from the best source that has it there."""
         series = self._best(name)
         values = series.by_step(name) if series is not None else {}
         known = [values[step].value for step in self._measured if step in values]
@@ -485,12 +533,12 @@ class Judge:
         return statistics.fmean(known) if known else None
 
     def breakdown(self, step_times_s: Sequence[float]) -> StepBreakdown:
-        """Means of the recorded parts of a step, and the rest; all zero where none were recorded."""
+        """Return means of the recorded parts of a step, and the rest; all zero if none were recorded."""
         parts = {name: seconds for name in PARTS if (seconds := self.mean(name))}
         if not parts or not step_times_s:
             return StepBreakdown()
         exposed_s = min(self._facts().get("bucket_exposed_s", 0.0), parts.get("backward_s", 0.0))
-        if exposed_s:  # the reducer waits for its buckets inside of the backward pass
+        if exposed_s:  # the reducer waits for its buckets in the backward pass
             parts["backward_s"] -= exposed_s
             parts["communication_s"] = parts.get("communication_s", 0.0) + exposed_s
         whole_s = statistics.fmean(step_times_s)
@@ -499,18 +547,18 @@ class Judge:
         return StepBreakdown(**parts, other_s=max(0.0, whole_s - sum(parts.values())))
 
     def peak(self, name: str) -> int:
-        """The largest value over all processes and steps; 0 if none was reported."""
+        """Return the largest value over all processes and steps; 0 if none was reported."""
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
         return int(max((value for value in found if 0 <= value < 1e18), default=0))
 
     def peaks(self, name: str) -> tuple[int, ...]:
-        """The largest value of any process by every step from the first on; empty where one of them is missing."""
-        steps = range(1, self._command.num_required_steps + 1)
+        """Return the largest value over processes for every step from the first on; empty if one of them is missing."""
+        steps = range(1, self._measured.stop)
         tables = [table for s in self._book.series.values() if _is_full(table := s.by_step(name), steps)]
         return tuple(max(int(table[step].value) for table in tables) for step in steps) if tables else ()
 
     def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
-        """Notes on the program in addition to figures."""
+        """Return what is known about the program in addition to figures."""
         clean = redactor()
         return ScriptReport(
             sources=tuple(self.sources(times)) if times is not None else (),
@@ -529,7 +577,7 @@ class Judge:
         )
 
     def _facts(self) -> dict[str, Any]:
-        """Facts of all processes, those of the first where they differ, with the means of values that steps have."""
+        """Merge the facts of all processes (the first's if they differ), with the means of per-step values."""
         merged: dict[str, Any] = {}
         for facts in reversed(self._book.facts.values()):
             merged |= facts
@@ -542,14 +590,14 @@ class Judge:
         return merged
 
     def _groups(self) -> Iterator[tuple[str, list[StepSeries]]]:
-        """Sources from best to worst, each with the series of its processes and files in order."""
+        """Yield sources from best to worst, each with the series of its processes and files in order."""
         order = sorted(self._book.series.items(), key=lambda item: (item[1].kind, item[0][0], _natural(item[0][1])))
         names = dict.fromkeys(source for (source, _), _ in order)
         for name in names:
             yield name, [series for (source, _), series in order if source == name]
 
     def _best(self, name: str) -> StepSeries | None:
-        """The best series that has values of this name in measured steps."""
+        """Return the best series with values of this name in measured steps."""
         for _, group in self._groups():
             for series in group:
                 if any(step in self._measured for step in series.by_step(name)):
@@ -561,7 +609,7 @@ class Judge:
 
     @property
     def _amounts(self) -> tuple[int, int, int]:
-        """Tokens and samples per step, and devices."""
+        """Return tokens and samples per step, and devices."""
         return self._command.tokens_per_step, self._command.samples_per_step, self._command.num_devices
 
     @property
@@ -569,9 +617,9 @@ class Judge:
         return max((series.num_steps for series in self._book.series.values()), default=0)
 
     def _reports_otherwise(self, group: list[StepSeries]) -> bool:
-        """Whether a step of these is several of other sources, whose steps then are something else, such as
-        micro-batches in a log: what the program reports itself, and the optimiser steps that a hook counts. One step
-        of difference is nobody's but the moment's; of a hook, which may miss some steps, a quarter."""
+        """Whether a step of these is several steps of other sources, which then report something else, such as
+        micro-batches in a log. Those sources are the program's own reports, and the optimiser steps that a hook counts.
+        A difference of one step is only a matter of timing; for a hook, which may miss some steps, so is a quarter."""
         most = self._num_steps_reported
         reported = max((s.num_steps for s in group if s.kind == REPORT and s.has_several), default=0)
         hooked = max((s.num_steps for s in group if s.kind in (HOOK, PLAIN_HOOK)), default=0)
@@ -586,7 +634,7 @@ def _is_full(table: dict[int, LogValue], steps: range) -> bool:
 
 
 def _natural(name: str) -> tuple[int, str]:
-    """Short names first, so that ``rank2`` comes before ``rank10``."""
+    """Sort short names first, so that ``rank2`` comes before ``rank10``."""
     return len(name), name
 
 
@@ -599,7 +647,7 @@ def _check_norms(series: StepSeries, last: int) -> None:
 
 
 def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
-    """Sentences on knobs that do not act, as far as they can be seen."""
+    """Yield sentences on knobs without effect, as far as that is visible."""
     pairs = (
         ("the world size", expected.world_size, facts.get("world_size")),
         ("samples per micro-batch", expected.micro_batch_size, facts.get("micro_batch_size")),
@@ -617,7 +665,7 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
 
 
 def _micro_batches(facts: dict[str, Any]) -> int | None:
-    """None until a whole step was watched: in the first one, some optimisers may not have stepped yet."""
+    """Return None until a whole step was watched: in the first one, some optimisers may not yet have stepped."""
     if facts.get("forwards_per_step") is None:
         return None
     passes = (facts.get(name) for name in ("forwards_per_step", "backwards_per_step", "num_optimizers"))

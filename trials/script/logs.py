@@ -1,4 +1,4 @@
-"""Words of log parsers: a record of a step, and values with the resolution that their digits give."""
+"""Log parsers: from a framework's lines to records of steps, with the resolution of the printed digits."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)[.,](\d{1,6})")
 
 @dataclass(frozen=True, slots=True)
 class LogValue:
-    """A number as it was printed."""
+    """A number as printed."""
 
     value: float
     resolution: float = 0.0
-    """Half of it is the largest rounding error; 0: full precision."""
+    """Twice the largest rounding error; 0: full precision."""
 
     def times(self, factor: float) -> LogValue:
-        """The value in another unit."""
+        """Return the value in another unit."""
         return LogValue(self.value * factor, self.resolution * abs(factor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """What a line says of one step."""
+    """Content of a line about one step."""
 
     step: int
-    """As printed; programs count from 0 or from 1."""
+    """Number of the step as printed; programs count from 0 or from 1."""
     values: Mapping[str, LogValue] = field(default_factory=dict)
     """By name: ``step_time_s`` (mean over the steps since the last record), ``loss``, ``grad_norm``, ``data_s``,
     ``tokens`` and ``samples`` (of the global batch), ``tokens_per_s`` and ``samples_per_s`` (of all devices),
     ``tokens_per_s_per_device``, ``allocated_bytes``, ``reserved_bytes``."""
     at_s: LogValue | None = None
-    """When the program says that the step ended, in seconds on some clock of its own."""
+    """When the step ended according to the program, in seconds on its own clock."""
     non_finite: str = ""
-    """Why training has diverged although no loss says so."""
+    """Why training has diverged, if no loss shows it."""
     is_structured: bool = False
-    """Whether it comes of a file meant for programs."""
+    """Whether it comes from a machine-readable file."""
 
 
 class LogParser(Protocol):
-    """Reads one stream of lines."""
+    """Parser of one stream of lines."""
 
     @property
     def needles(self) -> tuple[bytes, ...] | None:
-        """Parts of which one stands in every line that it reads; None: it has to see all lines."""
+        """Substrings; each line that it reads contains one of them. None: it must see all lines."""
         ...
 
     def feed(self, line: str) -> Iterator[LogRecord]:
-        """The records that the line completes; never raises, whatever the line is."""
+        """Yield the records that the line completes; never raise, for any line."""
         ...
 
 
 class NoParser:
-    """For programs whose output says nothing."""
+    """For programs whose output has no measurements."""
 
     needles: tuple[bytes, ...] | None = ()
 
@@ -77,7 +77,7 @@ class NoParser:
 
 
 def number(text: str) -> LogValue | None:
-    """A printed number, with thousands separators, an exponent, or not finite; None where it is none."""
+    """Parse a printed number, with thousands separators, an exponent, or not finite; None if it is none."""
     word = text.strip().lower().lstrip("+-")
     if word in _NOT_FINITE:
         return LogValue(math.copysign(_NOT_FINITE[word], -1.0 if text.strip().startswith("-") else 1.0))
@@ -92,7 +92,7 @@ def number(text: str) -> LogValue | None:
 
 
 def significant(text: str, digits: int) -> LogValue | None:
-    """A number printed with so many significant digits, of which trailing zeros may have been left out."""
+    """Parse a number printed with this many significant digits, perhaps without trailing zeros."""
     found = number(text)
     if found is None or not math.isfinite(found.value) or found.value == 0:
         return found
@@ -100,13 +100,13 @@ def significant(text: str, digits: int) -> LogValue | None:
 
 
 def whole(text: str) -> int | None:
-    """A printed whole number."""
+    """Parse a printed whole number."""
     found = number(text)
     return int(found.value) if found is not None and math.isfinite(found.value) else None
 
 
 def timestamp(line: str) -> LogValue | None:
-    """The time of day that a logger put in front of the line, in seconds, with its resolution."""
+    """Parse the time of day at the start of a logger's line, in seconds, with its resolution."""
     match = _TIMESTAMP.search(line[:200])
     if match is None:
         return None
@@ -118,7 +118,7 @@ def timestamp(line: str) -> LogValue | None:
 
 
 def present(**values: LogValue | None) -> dict[str, LogValue]:
-    """Those values that are there."""
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -128,8 +128,8 @@ def present(**values: LogValue | None) -> dict[str, LogValue]:
 #     [2026-11-22 05:42:42,784] [INFO] [timer.py:264:stop] epoch=0/micro_step=16/global_step=8,
 #     RunningAvgSamplesPerSec=399.15, CurrSamplesPerSec=303.18, MemAllocated=0.49GB, MaxMemAllocated=0.49GB
 #
-# No loss anywhere. Its samples/s leave out the wait for data, so times come from the logger's time of day where that
-# stands in front of the line.
+# There is no loss. Its samples/s exclude waiting for data, so times come from the logger's time of day, if the line has
+# one.
 
 
 _STEP = re.compile(r"\bstep=(\d+), skipped=(\d+)")
@@ -138,7 +138,7 @@ _PAIR = re.compile(r"\b(CurrSamplesPerSec|MaxMemAllocated)=([\d.]+)")
 
 
 class DeepSpeedLog:
-    """Reads the step lines, which mark a step's end, and the memory of the timer lines."""
+    """Reads the step lines, which mark a step's end, and memory from the timer lines."""
 
     needles: tuple[bytes, ...] | None = (b"skipped=", b"global_step=")
 
@@ -158,7 +158,7 @@ class DeepSpeedLog:
             )
 
 
-# Logs of transformers' Trainer and of what is built on it: LLaMA-Factory and ms-swift::
+# Logs of transformers' Trainer and of frameworks based on it: LLaMA-Factory and ms-swift::
 #
 #     {'loss': '5.544', 'grad_norm': '0.8632', 'learning_rate': '4.5e-05', 'epoch': '0.001953'}          transformers 5
 #     {'loss': 5.544, 'grad_norm': 0.8632, 'learning_rate': 4.5e-05, 'epoch': 0.0}                       transformers 4
@@ -166,9 +166,9 @@ class DeepSpeedLog:
 #     trainer_log.jsonl
 #     {"loss": 5.58893633, "global_step/max_steps": "1/6", "memory(GiB)": 0.0, ...}                      logging.jsonl
 #
-# Release 5 prints strings of 4 significant digits. No step number, no time of a step: lines are counted, one for each
-# step. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``). Its count of tokens is left
-# alone: it may include padding, of which larger micro-batches have more.
+# Release 5 prints strings of 4 significant digits. Lines have neither a step number nor a time, so they are counted,
+# one per step. The Trainer may hide a non-finite loss (``logging_nan_inf_filter``). Its count of tokens is ignored: it
+# may include padding, and larger micro-batches have more of it.
 
 
 _DICT = re.compile(r"\{['\"].*\}")
@@ -177,7 +177,7 @@ MAX_CHARS = 8192
 
 
 class HuggingFaceLog:
-    """Reads the dictionaries that the Trainer prints, and the files of JSON lines of its descendants."""
+    """Reads the dictionaries that the Trainer prints, and the JSON lines files of frameworks based on it."""
 
     needles: tuple[bytes, ...] | None = (b"'loss'", b'"loss"')
 
@@ -204,7 +204,7 @@ class HuggingFaceLog:
 
 
 def _parsed(text: str) -> Any:
-    """The dictionary that the text spells in JSON or in Python."""
+    """Parse a dictionary in JSON or Python syntax."""
     try:
         if text.startswith('{"'):
             return json.loads(text)
@@ -214,7 +214,7 @@ def _parsed(text: str) -> Any:
 
 
 def _step(table: dict[Any, Any]) -> int | None:
-    """The step's number where a descendant of the Trainer prints one."""
+    """Return the step's number if a framework based on the Trainer prints one."""
     for name in ("current_steps", "global_step", "step", "global_step/max_steps"):
         text = str(table.get(name, "")).partition("/")[0].strip()
         if text.isdigit() and len(text) < 12:
@@ -223,7 +223,7 @@ def _step(table: dict[Any, Any]) -> int | None:
 
 
 def _value(value: Any) -> LogValue | None:
-    """A number with its digits: a string has 4 significant ones, a number those that Python prints."""
+    """Parse a number with its digits: strings have 4 significant ones, numbers those that Python prints."""
     if isinstance(value, str):
         return significant(value, 4)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -239,15 +239,15 @@ def _value(value: Any) -> LogValue | None:
 #     epoch,step,train_loss
 #     0,0,5.69
 #
-# Steps count from 0. Columns are called as the user's module logs them, rows of validation among them, and the file is
-# written again as a whole when a column is added. There is no time of a step.
+# Steps count from 0. Columns have the names under which the user's module logs; there are also rows of validation. The
+# file is rewritten when a column is added. There is no time of a step.
 
 
 _VALIDATION = ("val", "test", "eval")
 
 
 class LightningLog:
-    """Reads rows by the names of the header that came last."""
+    """Reads rows by the names in the latest header."""
 
     needles: tuple[bytes, ...] | None = (b",",)
 
@@ -273,20 +273,20 @@ class LightningLog:
             yield LogRecord(step=step, values=present(loss=loss, grad_norm=grad_norm), is_structured=True)
 
     def _loss_name(self) -> str:
-        """The column of the training loss: per step rather than per epoch."""
+        """Return the column of the training loss: per step in preference to per epoch."""
         names = [name for name in self._names if "loss" in name.lower() and not name.lower().startswith(_VALIDATION)]
         names.sort(key=lambda name: (name.endswith("_epoch"), not name.endswith("_step"), len(name)))
         return names[0] if names else ""
 
 
-# Megatron-LM's training log, by ``megatron/training/training.py`` of core 0.20 and before::
+# Megatron-LM's training log, from ``megatron/training/training.py`` up to core 0.20::
 #
 #      [2026-08-22 10:11:12.123456] iteration       10/     100 | consumed samples:  2560 | elapsed time per iteration
 #      (ms): 1234.5 | learning rate: 3.0E-04 | global batch size:   256 | lm loss: 7.654321E+00 | grad norm: 1.234 |
 #      ... |
 #      [Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | max reserved: 4.00
 #
-# A table of names and values, in an order that releases and options change. A loss that is not a number is left out.
+# A table of names and values, in an order that releases and options change. A non-finite loss is left out.
 
 
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|")
@@ -296,7 +296,7 @@ _SIDE_LOSSES = ("load_balancing", "z_loss", "mtp", "seq_aux", "global_aux", "ind
 
 
 class MegatronLog:
-    """Reads iterations, which the last rank prints, and memory, which every first data-parallel rank prints."""
+    """Reads iterations, printed by the last rank, and memory, printed by every first data-parallel rank."""
 
     needles: tuple[bytes, ...] | None = (b"iteration",)
 
@@ -308,7 +308,7 @@ class MegatronLog:
 
 
 def _table(text: str) -> dict[str, str]:
-    """Values by name of ``name: value | name: value |``."""
+    """Parse ``name: value | name: value |`` to values by name."""
     pairs = (part.rpartition(":") for part in text.split("|"))
     return {" ".join(name.split()).lower(): value.strip() for name, colon, value in pairs if colon}
 
@@ -329,7 +329,7 @@ def _iteration(step: int, table: dict[str, str]) -> LogRecord:
 
 
 def _loss(table: dict[str, str]) -> LogValue | None:
-    """The loss that is trained on; of several unknown ones the first that is no auxiliary."""
+    """Return the loss in training; of several unknown ones, the first that is not auxiliary."""
     names = [name for name in _MAIN_LOSSES if name in table]
     names += [name for name in table if name.endswith("loss") and not name.startswith(_SIDE_LOSSES)]
     return number(table[names[0]]) if names else None
@@ -346,7 +346,7 @@ def _memory(step: int, table: dict[str, str]) -> LogRecord:
     )
 
 
-# MindFormers' callbacks, by ``core/callback/callback.py`` (graph) and ``pynative/callback/loss_callback.py`` of 2.1::
+# MindFormers' callbacks, from ``core/callback/callback.py`` (graph) and ``pynative/callback/loss_callback.py`` of 2.1::
 #
 #     ... - INFO - { Epoch:[  1/  1], step:[   10/  100], loss: 7.123456, per_step_time: 1234ms, lr: 1e-05, overflow
 #     cond:
@@ -354,8 +354,7 @@ def _memory(step: int, table: dict[str, str]) -> LogRecord:
 #     ... - INFO - { step:[   10/  100], consumed_samples: 640, global_batch_size: 64, loss:   7.123456, per_step_time:
 #     1234ms, lr: 1e-05, grad_norm:   1.234567, throughput: 123.45T }
 #
-# Times are whole milliseconds. ``msrun`` writes each rank's output to a file. Pipeline stages but the last have no
-# loss.
+# Times are whole milliseconds. ``msrun`` writes each rank's output to a file. Only the last pipeline stage has a loss.
 
 
 _EPOCH = re.compile(r"\bEpoch:\s*\[\s*(\d+)\s*/\s*\d+\s*\]", re.IGNORECASE)
@@ -367,7 +366,7 @@ _SAMPLES = re.compile(r"\bglobal_batch_size:\s*(\d+)")
 
 
 class MindFormersLog:
-    """Reads both modes; in graph mode the step counts from 1 in every epoch."""
+    """Reads both modes; in graph mode the step restarts from 1 in every epoch."""
 
     needles: tuple[bytes, ...] | None = (b"per_step_time",)
 
@@ -387,7 +386,7 @@ class MindFormersLog:
         )
 
 
-# The Trainer of PaddleNLP and PaddleFormers, by ``trainer/trainer.py`` of PaddleNLP 2.8 and PaddleFormers 1.2::
+# The Trainer of PaddleNLP 2.8 and PaddleFormers 1.2, from ``trainer/trainer.py``::
 #
 #     [2026-11-22 10:11:12,123] [    INFO] - loss: 10.4912, learning_rate: 3e-05, global_step: 10,
 #     max_memory_allocated: 12.3, max_memory_reserved: 14.5, interval_runtime: 1.2, interval_steps_per_second: 0.8
@@ -430,7 +429,7 @@ def _per_step(interval_s: LogValue | None, num_steps: int) -> LogValue | None:
     return interval_s.times(1.0 / num_steps) if interval_s is not None and interval_s.value > 0 else None
 
 
-# Lines of a format that the user describes by a regular expression with named groups.
+# Custom formats, described by a regular expression with named groups.
 
 
 _UNITS: dict[str, tuple[str, float]] = {
@@ -443,14 +442,14 @@ _UNITS: dict[str, tuple[str, float]] = {
     "allocated_gib": ("allocated_bytes", float(GIB)),
     "reserved_gib": ("reserved_bytes", float(GIB)),
 }
-"""What each group of an expression means: the value's name, and the factor to its unit."""
+"""Meaning of each group in an expression: the value's name, and the factor to its unit."""
 
 
 class PatternLog:
     """Reads what the groups of the expression match; without a group ``step``, matching lines are counted.
 
     Raises:
-        ValueError: the expression is none, or is missing.
+        ValueError: the expression is invalid or missing.
     """
 
     needles: tuple[bytes, ...] | None = None
@@ -487,15 +486,15 @@ class PatternLog:
 #     memory:  0.00GiB(0.00%)  tps: 443  tflops: 0.02  mfu: 0.01%
 #     {"log_type_name": "step_end", "step": 6, "value": 963.6, "time_us": 1795327123583255, ...}
 #
-# Every rank prints; tokens/s are per device, since the last line. Structured logs have one file per rank, times in
-# microseconds, and the spans of a step, but no loss.
+# Every rank prints; tokens/s are per device, since the last line. Structured logs have one file per rank, with times in
+# microseconds and the spans of a step, but without a loss.
 
 
 _TORCHTITAN_PAIR = re.compile(r"\b(step|loss|grad_norm|memory|tps):\s*([-+\d.,]+(?:[eE][-+]?\d+)?|-?nan|-?inf)")
 
 
 class TorchTitanLog:
-    """Reads both; spans of a step are added up until the step ends."""
+    """Reads both; spans of a step are summed until the step ends."""
 
     needles: tuple[bytes, ...] | None = (b"tps:", b'"log_type_name"')
 
@@ -546,7 +545,7 @@ class TorchTitanLog:
         return LogRecord(step=step, values=values, is_structured=True)
 
 
-# What frameworks print about their steps, one parser each: lines in, records out, nothing else.
+# The parser of each framework: lines in, records out.
 
 
 PARSERS: dict[str, Callable[[LogFormat], LogParser]] = {
@@ -563,14 +562,14 @@ PARSERS: dict[str, Callable[[LogFormat], LogParser]] = {
     "mindformers": lambda _: MindFormersLog(),
     "paddlenlp": lambda _: PaddleLog(),
 }
-"""Parser of each :attr:`trials.script.command.LogFormat.name`; every stream of lines gets one of its own."""
+"""Parser for each :attr:`trials.script.command.LogFormat.name`; every stream of lines needs a separate instance."""
 
 
 def make_parser(log: LogFormat) -> LogParser:
-    """A parser for one stream of lines.
+    """Create a parser for one stream of lines.
 
     Raises:
-        ValueError: there is no such format, or its pattern is none.
+        ValueError: the format is unknown, or its pattern is invalid.
     """
     if (make := PARSERS.get(log.name)) is None:
         raise ValueError(f"unknown log format {log.name!r}; available: {', '.join(sorted(PARSERS))}")

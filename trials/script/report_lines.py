@@ -1,4 +1,4 @@
-"""Lines that a program writes, and the steps that they report."""
+"""Lines written by a program, and the steps that they report."""
 
 from __future__ import annotations
 
@@ -24,40 +24,39 @@ from trials.reports import MAX_NOTES, MAX_OPTIONS, ScriptFacts, SeenOption
 from trials.script.command import ScriptCommand
 from trials.script.logs import LogRecord, LogValue, number
 
-# ---- Lines of a byte stream of any size, and a log that keeps its beginning and its end. Memory is bounded whatever
-# comes
+# ---- Splitting of a byte stream of any size into lines, and a log with its beginning and end, both in bounded memory
 #
-# Programs print progress bars that end in a carriage return, colours, bytes in no known encoding, and gigabytes without
-# a line break. Other lines are neither decoded nor split.
+# Programs print progress bars that end in a carriage return, colours, bytes in unknown encodings, and gigabytes without
+# a line break. Unneeded lines are neither decoded nor split.
 
 MAX_LINE_BYTES = 64 << 10
-"""What is kept of a line: its beginning."""
+"""Length to which lines are cut."""
 MAX_LOG_BYTES = 32 << 20
-"""What a rank's log may take on the disk, about."""
+"""Approximate limit on a rank's log on disk."""
 HEAD_BYTES = 24 << 20
-"""What is kept of the beginning of what a rank prints."""
+"""Bytes kept from the beginning of a rank's output."""
 TAIL_BYTES = 1 << 20
-"""What is kept at least of its end."""
+"""Least bytes kept from its end."""
 
 _ENDS = re.compile(rb"[\r\n]")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
 class LineSplitter:
-    """Cuts a byte stream into lines, ended by a line feed or a carriage return.
+    """Splits a byte stream into lines, ended by a line feed or a carriage return.
 
     Args:
-        needles: parts of which one stands in every line that is wanted; None: all lines are.
+        needles: substrings, one of which is in every needed line; None: all lines are needed.
     """
 
     def __init__(self, needles: tuple[bytes, ...] | None = None) -> None:
         self._needles = needles
         self._rest = b""
         self._is_cut = False
-        """Whether the line that goes on has been cut already: the rest of it is dropped."""
+        """Whether the current line has already been cut, so that the rest of it is dropped."""
 
     def feed(self, chunk: bytes) -> Iterator[str]:
-        """The wanted lines that are complete now that ``chunk`` has arrived, without colours and line ends."""
+        """Yield the needed lines completed by ``chunk``, without colours and line ends."""
         if self._is_cut:
             ends = [end for end in (chunk.find(b"\n"), chunk.find(b"\r")) if end >= 0]
             if not ends:
@@ -73,7 +72,7 @@ class LineSplitter:
                 yield from self._wanted(line)
 
     def flush(self) -> Iterator[str]:
-        """The last line, where it has no end."""
+        """Yield the last line if it has no end."""
         rest, self._rest, self._is_cut = self._rest, b"", False
         yield from self._wanted(rest)
 
@@ -86,13 +85,13 @@ class LineSplitter:
 
 
 def plain(text: str) -> str:
-    """``text`` without the escape sequences that colour terminals."""
+    """Remove the escape sequences that colour terminals from ``text``."""
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
 class BoundedLog:
-    """Passes a program's output on to a descriptor, at most about :data:`MAX_LOG_BYTES` of it: the beginning and the
-    end. Where the descriptor is a file of the rank's own, the end is on the disk at any time."""
+    """Copies a program's output to a descriptor, at most about :data:`MAX_LOG_BYTES`: its beginning and its end. If the
+    descriptor is a file of this rank alone, the end is on disk at any time."""
 
     def __init__(self, fd: int, *, is_own: bool) -> None:
         self._fd = fd
@@ -105,7 +104,7 @@ class BoundedLog:
         self._is_broken = False
 
     def write(self, chunk: bytes) -> None:
-        """Keep ``chunk``, where there is room or later than the rest."""
+        """Keep ``chunk``, replacing older output if there is no room."""
         if self._written < HEAD_BYTES:
             self._put(chunk)
             self._head_bytes = self._written
@@ -122,7 +121,7 @@ class BoundedLog:
             self._omitted += len(chunk)
 
     def close(self) -> None:
-        """Write the end of what was held back."""
+        """Write the end of the output."""
         if self._omitted and not self._is_file:
             self._log_omitted(self._omitted - self._tail_bytes)
             for chunk in self._tail:
@@ -130,7 +129,7 @@ class BoundedLog:
         self._tail.clear()
 
     def _shorten(self) -> None:
-        """Cut the middle out of the file: after its beginning come the last bytes."""
+        """Cut the middle out of the file: the last bytes then follow its beginning."""
         try:
             kept = os.fstat(self._fd).st_size - (self._written - self._head_bytes)
             os.ftruncate(self._fd, max(0, kept))
@@ -149,7 +148,7 @@ class BoundedLog:
             self._put(f"\n[... {count} bytes omitted ...]\n".encode())
 
     def _put(self, data: bytes) -> None:
-        """Write, if that is possible at all: a full disk must not end the training."""
+        """Write if possible: a full disk must not end the training."""
         self._written += len(data)
         while data and not self._is_broken:
             try:
@@ -158,22 +157,22 @@ class BoundedLog:
                 self._is_broken = True
 
 
-# Follows files that a program writes to, line by line: they may come late, be replaced, cut, or never end a line.
+# Following files that a program writes to, line by line. They may appear late, be replaced or cut, or never end a line.
 
 
 CHUNK = 1 << 18
 MAX_FILE_BYTES = 64 << 20
-"""What is read of a file that grows on and on."""
+"""Most bytes read from a file that keeps growing."""
 MAX_BYTES_PER_POLL = 4 << 20
-"""What is read of a file at once, so that others and the program's output get their turn."""
+"""Most bytes read from a file at once, so that other files and the program's output get their turn."""
 MAX_FILES = 64
-"""Files that are followed per pattern."""
+"""Most files followed per pattern."""
 POLL_AGAIN_S = 1.0
-"""How often patterns are matched again for new files, in seconds, unless it is urgent."""
+"""Seconds between searches for new files, unless it is urgent."""
 
 
 class FileTail:
-    """Reads what has been appended to one file since the last look, or, if ``is_old``, since now."""
+    """Reads what was appended to one file since the last read or, if ``is_old``, since now."""
 
     def __init__(
         self,
@@ -185,14 +184,14 @@ class FileTail:
     ) -> None:
         self.path = path
         self.since_s = self._polled_s = time.monotonic() if since_s is None else since_s
-        """When (monotonic) the latest lines were not there yet."""
+        """When (monotonic) the latest lines did not exist yet."""
         self.written_s = self.since_s
-        """When the file was last written to: by its own time stamp, which the kernel sets, as far as it lies between
-        two looks."""
+        """When the file was last written to: its modification time, set by the kernel, limited to the interval between
+        two reads."""
         self.num_bytes = 0
-        """Bytes read so far, of all files that had this name."""
+        """Bytes read so far, over all files of this name."""
         self.is_full = False
-        """Whether the file is larger than what is read of one."""
+        """Whether the file exceeds the limit on bytes read."""
         self._lines = LineSplitter(needles)
         self._identity: tuple[int, int] | None = None
         self._offset = 0
@@ -200,7 +199,7 @@ class FileTail:
             self._identity, self._offset = (status.st_dev, status.st_ino), status.st_size
 
     def new_lines(self) -> Iterator[str]:
-        """Lines that have been completed since; nothing where there is no such file."""
+        """Yield lines completed since the last call; none if the file does not exist."""
         if (status := _regular(self.path)) is None:
             return
         identity = status.st_dev, status.st_ino
@@ -215,7 +214,7 @@ class FileTail:
             yield from self._read(min(status.st_size, self._offset + MAX_BYTES_PER_POLL))
 
     def last_line(self) -> Iterator[str]:
-        """What is left at the end of the program: all that is still to be read, and a line without an end."""
+        """Yield what is left after the end of the program: all unread lines, and a line without an end."""
         before = -1
         while before != self.num_bytes:
             before = self.num_bytes
@@ -252,11 +251,11 @@ class FolderTails:
         self._listed_s = time.monotonic()
 
     def skip_present(self) -> None:
-        """Leave out what the files that match now hold already: it is of an earlier run."""
+        """Skip the current content of matching files: it is from an earlier run."""
         self._poll(is_old=True)
 
     def new_lines(self, *, is_last: bool = False) -> Iterator[tuple[str, str]]:
-        """Path and text of every new line; with ``is_last`` also of those without an end."""
+        """Yield path and text of every new line; with ``is_last`` also of lines without an end."""
         if is_last or time.monotonic() - self._polled_at_s >= self._poll_again_s:
             self._poll()
         for path, tail in self.tails.items():
@@ -265,7 +264,7 @@ class FolderTails:
 
     @property
     def full(self) -> list[str]:
-        """Paths of files that were not read to their end."""
+        """Return the paths of files that were not read to their end."""
         return [path for path, tail in self.tails.items() if tail.is_full]
 
     def _poll(self, *, is_old: bool = False) -> None:
@@ -280,7 +279,7 @@ class FolderTails:
 
 
 def _regular(path: Path) -> os.stat_result | None:
-    """The status of a regular file; None for all else: a pipe would be waited for."""
+    """Return the status of a regular file; None for anything else, such as a pipe, which would block."""
     try:
         status = path.stat()
     except OSError:
@@ -289,7 +288,7 @@ def _regular(path: Path) -> os.stat_result | None:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Regular files that match, :data:`MAX_FILES` at most."""
+    """Return matching regular files, at most :data:`MAX_FILES`."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         for path in glob.iglob(pattern, recursive=True):  # noqa: PTH207  # absolute patterns
@@ -300,41 +299,41 @@ def _matches(pattern: str) -> list[str]:
     return found
 
 
-# ---- The steps of a training as one source reports them, and how long they took. Pure, and bounded in size
+# ---- A training's steps as reported by one source, and their times. Pure, and bounded in size
 
 FIRST_STEP_LIMIT = 8
-"""A first step up to this number belongs to a training that began at the beginning: a later one was resumed."""
+"""Largest number of a first step that starts a training; a larger one means that it was resumed."""
 ARRIVAL_RESOLUTION_S = 2e-3
-"""How well the arrival of a line tells when it was written."""
+"""Accuracy of a line's arrival as its time of writing."""
 
 REPORT, HOOK, PLAIN_HOOK, FILE, LOG = range(5)
-"""Kinds of sources, the best first; the plain hook knows optimiser steps only, others know the framework."""
+"""Kinds of sources, the best first; the plain hook knows only optimiser steps, the others know the framework."""
 
 
 class StepSeries:
     """Values by step from one source.
 
     Args:
-        kind: :data:`REPORT`, ... : the smaller, the better.
+        kind: :data:`REPORT`, ...; smaller is better.
         name: its name in reports, such as ``hook:torch``.
-        limit: how many different steps are kept; later ones are only counted.
+        limit: most steps to keep; later ones are only counted.
     """
 
     def __init__(self, kind: int, name: str, limit: int) -> None:
         self.kind = kind
         self.name = name
         self.values: dict[str, dict[int, LogValue]] = {}
-        """Values by name and step as the source counts it."""
+        """Values by name, and by step as numbered by the source."""
         self._limit = limit
         self._at_s: dict[int, LogValue] = {}
         self._arrived_s: dict[int, float] = {}
         self._since_s: dict[int, float] = {}
-        """When the line of a step was not there yet, as far as that is known."""
+        """When the line of a step did not exist yet, if known."""
         self._began: LogValue | None = None
         self._last = 0
 
     def begin(self, at_s: LogValue | None) -> None:
-        """The clock of the first step has started."""
+        """Start the clock of the first step."""
         self._began = self._began or at_s
 
     def add(
@@ -346,12 +345,12 @@ class StepSeries:
         arrived_s: float,
         since_s: float | None = None,
     ) -> None:
-        """Note what was reported of a step; what is known already stays.
+        """Record values of a step; existing values stay.
 
         Args:
-            at_s: when the step ended, by the program's clock.
-            arrived_s: when the line arrived, by ours.
-            since_s: when it was not there yet; None: it was seen as it arrived.
+            at_s: end of the step on the program's clock.
+            arrived_s: arrival of the line on our clock.
+            since_s: time at which it did not exist yet; None: it was seen on arrival.
         """
         self._last = max(self._last, step)
         if step < 0 or (step not in self._arrived_s and len(self._arrived_s) >= self._limit):
@@ -365,7 +364,7 @@ class StepSeries:
 
     @property
     def base(self) -> int:
-        """What is subtracted from the source's step numbers so that the first step is 1."""
+        """Offset to subtract from the source's step numbers, so that the first step is 1."""
         steps = sorted(self._arrived_s)
         if not steps or 0 < steps[0] <= FIRST_STEP_LIMIT:
             return 0
@@ -388,19 +387,19 @@ class StepSeries:
 
     @property
     def _is_unclear(self) -> bool:
-        """Whether one step is known, which may be the last of many or the first after an earlier run."""
+        """Whether only one step is known, which may be the last of many or the first after a resume."""
         return len(self._arrived_s) == 1 and min(self._arrived_s) > FIRST_STEP_LIMIT
 
     def by_step(self, name: str) -> dict[int, LogValue]:
-        """The values of a name by step, counted from 1."""
+        """Return the values of a name by step, counted from 1."""
         base = self.base
         return {step - base: value for step, value in sorted(self.values.get(name, {}).items())}
 
     def times(self, tokens_per_step: int, samples_per_step: int, num_devices: int) -> dict[int, LogValue]:
-        """Seconds of every step for which the source tells them, counted from 1.
+        """Return the seconds of every step for which the source has them, counted from 1.
 
-        A value that is reported once for several steps counts for each of them. Reported times are best; then clocks
-        that came with the steps; then rates; at last the arrival of lines.
+        A value reported once for several steps counts for each of them. Reported times are preferred, then clocks
+        reported with the steps, then rates, and last the arrival of lines.
         """
         found: dict[int, LogValue] = {}
         if self._is_unclear:
@@ -424,14 +423,14 @@ class StepSeries:
         return found
 
     def last_time(self, tokens_per_step: int, samples_per_step: int, num_devices: int) -> LogValue | None:
-        """Seconds of the last step; None where the source has not reported them."""
+        """Return the seconds of the last step; None if the source has not reported them."""
         if self._arrived_s and (last := self._positive("step_time_s", max(self._arrived_s))) and not self._is_unclear:
             return last
         table = self.times(tokens_per_step, samples_per_step, num_devices)
         return table[max(table)] if table else None
 
     def intervals(self, times: Mapping[int, LogValue], steps: range) -> Iterator[Elapsed]:
-        """Reported times of these steps, between arrivals of this source's lines.
+        """Yield the reported times of these steps between arrivals of this source's lines.
 
         Lines that arrived together end one interval.
         """
@@ -442,11 +441,11 @@ class StepSeries:
                 yield Elapsed(num_steps=len(between), reported_s=reported_s, seen_s=ended_s - began_s)
 
     def together(self, times: Mapping[int, LogValue], steps: range, since_s: float | None = None) -> Elapsed | None:
-        """These steps where all of their lines arrived at once, in the time in which they can have been
-        taken; None where the lines arrived one after the other, and where one line reports on all steps.
+        """Combine these steps if all their lines arrived at once, with the time in which they may have run. Return None
+        if the lines arrived one after the other, or if one line reports all steps.
 
         Args:
-            since_s: when the steps can have begun; None: when the lines were not there yet.
+            since_s: earliest start of the steps; None: when the lines did not exist yet.
         """
         ends, base = self._ends(steps), self.base
         if len(ends) != 1:
@@ -459,23 +458,23 @@ class StepSeries:
 
     @property
     def has_bursts(self) -> bool:
-        """Whether lines arrived together: then a buffer may have held back the last one for a step."""
+        """Whether lines arrived together, so that a buffer may have delayed the last one of a step."""
         return len(set(self._arrived_s.values())) < len(self._arrived_s)
 
     def span(self, steps: range) -> tuple[range, float, float] | None:
-        """The steps between the first and the last line that reported on these, and when the two lines arrived; None
-        where one line did."""
+        """Return the steps between the first and the last line that reported these, and the arrivals of the two lines;
+        None if there was only one line."""
         ends = self._ends(steps)
         return (range(ends[0][0] + 1, ends[-1][0] + 1), ends[0][1], ends[-1][1]) if len(ends) > 1 else None
 
     def num_between(self, began_s: float, ended_s: float) -> int:
-        """How many steps it reported in this time."""
+        """Count the steps reported in this interval."""
         found = [step for step, at_s in self._arrived_s.items() if began_s < at_s <= ended_s]
         return max(found) - min(found) + 1 if found else 0
 
     def _ends(self, steps: range) -> list[tuple[int, float]]:
-        """Last steps of lines that arrived together, counted from 1, and when: from the step before these to the last
-        of them, or to those that arrived with it."""
+        """Return the last steps, counted from 1, of lines that arrived together, and their times: from the step before
+        ``steps`` to the last one, or to those that arrived with it."""
         base, found = self.base, dict[float, int]()
         for step, at_s in sorted(self._arrived_s.items()):
             found[at_s] = max(step - base, found.get(at_s, 0))
@@ -502,7 +501,7 @@ class StepSeries:
         return LogValue(seconds, seconds * rate.resolution / rate.value)
 
     def _arrival_gaps(self) -> Iterator[tuple[int, LogValue]]:
-        """Seconds per step between lines that arrived one after the other; lines that arrived together share theirs."""
+        """Yield seconds per step between consecutive arrivals; lines that arrived together share theirs."""
         steps = sorted(self._arrived_s)
         begin = 0
         for end in range(1, len(steps) + 1):
@@ -527,16 +526,16 @@ MAX_TEXT = 200
 MAX_DETAIL = 400
 
 PARTS = ("data_s", "forward_s", "backward_s", "recompute_s", "communication_s", "optimizer_s")
-"""Values of a step that are parts of its time, none inside of another: fields of a breakdown by these names."""
+"""Step values that are disjoint parts of the step's time; a breakdown has fields of the same names."""
 PER_STEP = ("cpu_s", "ahead_s", "collectives", "collective_bytes", "compiling_s")
-"""Values of a step whose mean is a fact; they are left out of steps in which they are zero."""
+"""Step values whose mean is a fact; they are omitted from steps in which they are zero."""
 VALUES = (
     *("loss", "grad_norm", "tokens", "samples", "step_time_s"),
     *PARTS,
     *PER_STEP,
-    *("allocated_bytes", "reserved_bytes", "rss_bytes", "sample_length"),
+    *("allocated_bytes", "reserved_bytes", "rss_bytes", "sample_length", "batches_ahead"),
 )
-"""Keys of report lines that are values of a step."""
+"""Keys of report lines that are step values."""
 _KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
 FACTS: dict[str, Callable[[Any], Any]] = {
     field.name: next(kind for kind in (int, float, str, bool) if str(field.type).startswith(kind.__name__))
@@ -554,19 +553,19 @@ class ReportedError:
 
 
 class StepBook:
-    """Records what is reported, and what was odd about it."""
+    """Records reports and irregularities in them."""
 
     def __init__(self, command: ScriptCommand) -> None:
         self.series: dict[tuple[str, str], StepSeries] = {}
-        """By source and origin: the process or file that it is of."""
+        """By source and origin (the reporting process or file)."""
         self.facts: dict[str, dict[str, Any]] = {}
         """By origin."""
         self.options: dict[tuple[str, str], SeenOption] = {}
         """By kind and name."""
         self.knobs: dict[str, dict[str, tuple[str, str]]] = {}
-        """State of each knob that the hook was to set, and what was seen, by origin and name."""
+        """State of each knob that the hook should set, and what was observed, by origin and name."""
         self.fingerprint: str | None = None
-        """What identifies the program, as JSON, where the hook sets knobs."""
+        """Fingerprint of the program as JSON, if the hook sets knobs."""
         self.errors: list[ReportedError] = []
         self.versions: dict[str, str] = {}
         self.extras: dict[str, str] = {}
@@ -574,7 +573,7 @@ class StepBook:
         self.non_finite: list[tuple[int, str]] = []
         """Step and reason of divergence that no loss shows."""
         self.shares: set[str] = set()
-        """Sources whose losses are, or may be, those of a rank's own share of the batch."""
+        """Sources whose losses are, or may be, of a rank's own share of the batch."""
         self._limit = 4 * command.num_required_steps + 64
 
     def note(self, text: str) -> None:
@@ -585,7 +584,7 @@ class StepBook:
     def add_log_record(
         self, record: LogRecord, *, format_name: str, origin: str, arrived_s: float, since_s: float | None = None
     ) -> None:
-        """Note what a line of output or of a log file says; of a file, ``since_s`` is when it was not there yet."""
+        """Record a line of output or of a log file; for a file, ``since_s`` is when the line did not exist yet."""
         kind, source = (FILE, f"file:{format_name}") if record.is_structured else (LOG, f"log:{format_name}")
         series = self._of(kind, source, origin)
         if series is not None:
@@ -594,7 +593,7 @@ class StepBook:
             self.non_finite.append((record.step, record.non_finite))
 
     def add_report_line(self, line: str, *, origin: str, arrived_s: float, since_s: float | None = None) -> None:
-        """Take down a JSON line of a report file; one that is none, or is too long, is only counted."""
+        """Record a JSON line of a report file; invalid or overlong ones are only counted."""
         if len(line) > MAX_REPORT_LINE:
             self.note(f"{origin}: lines of more than {MAX_REPORT_LINE} characters are ignored")
             return
@@ -626,7 +625,7 @@ class StepBook:
             return
         if (
             kind == REPORT or record.get("loss_scope") == "rank"
-        ):  # reports may be of either: their mean is right for both
+        ):  # reports may be of either kind: their mean is right for both
             self.shares.add(source)
         self._take_facts(record, origin)
         self._take_rest(record)
@@ -698,7 +697,7 @@ class StepBook:
 
 
 def _option_of(record: Any) -> SeenOption | None:
-    """An option as a hook reports it; None if that is none."""
+    """Parse an option as reported by a hook; None if invalid."""
     if (
         not isinstance(record, dict)
         or not isinstance(record.get("kind"), str)
@@ -717,7 +716,7 @@ def _option_of(record: Any) -> SeenOption | None:
 
 
 def _number(value: Any) -> LogValue | None:
-    """A JSON value as a number; words such as ``nan`` are numbers, too, truth values are none."""
+    """Parse a JSON value as a number; words such as ``nan`` are numbers, truth values are not."""
     if isinstance(value, str):
         found = number(value[:64])
         return LogValue(found.value) if found is not None else None

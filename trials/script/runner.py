@@ -1,4 +1,4 @@
-"""The entry of a rank whose work is a user's training program: starts it, watches it, reports.
+"""Entry point of a rank that runs a training program: starts it, watches it, reports.
 
 Also runs under plain torchrun::
 
@@ -55,17 +55,17 @@ from trials.script.judge import (
 from trials.script.logs import LogParser, make_parser
 from trials.script.report_lines import BoundedLog, FolderTails, LineSplitter, StepBook
 
-# ---- The program as a process: started in a session of its own, ended with everything that it started
+# ---- The program as a process: started in a separate session, ended together with everything that it started
 #
-# The rank becomes the parent of whatever the program leaves orphaned, so nothing escapes by detaching itself; and the
-# kernel ends the program when the rank dies.
+# The rank becomes the parent of the program's orphans, so no process escapes by detaching itself. The kernel ends the
+# program when the rank dies.
 
 TERM_GRACE_S = 2.0
-"""How long the program may take to end after SIGTERM before it is killed."""
+"""Seconds from SIGTERM to SIGKILL."""
 KILL_TIMEOUT_S = 30.0
-"""How long the kernel may take to end its processes: a driver may hold them."""
+"""Time limit for the kernel to end its processes, in seconds: a driver may hold them."""
 PIPE_BYTES = 1 << 20
-"""Room for output that the rank has not read yet, so that programs that print much need not wait."""
+"""Buffer for output that the rank has not yet read, so that programs with much output need not wait."""
 _SETTLE_S = 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -98,16 +98,16 @@ class Child:
         assert self._process.stdout is not None
         self.output: int = self._process.stdout.fileno()
         os.set_blocking(self.output, False)
-        with contextlib.suppress(OSError):  # the user has many pipes already
+        with contextlib.suppress(OSError):  # the user already has many pipes
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended, negative for a signal; None while it runs."""
+        """Its exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def end(self) -> int | None:
-        """End the program and whatever it started; the exit code where it had ended by itself."""
+        """End the program and everything it started; return the exit code if it had ended by itself."""
         code = self.exit_code
         if code is None:
             _signal_group(self.pid, signal.SIGTERM)
@@ -120,13 +120,13 @@ class Child:
         return code
 
     def close(self) -> None:
-        """Let go of pipe and process; :meth:`end` comes first."""
+        """Close pipe and process; call :meth:`end` first."""
         if self._process.stdout is not None:
             self._process.stdout.close()
         os.close(self.pidfd)
 
     def _kill_adopted(self) -> None:
-        """Kill and reap the program's descendants, which become children of this process as their parents die."""
+        """Kill and reap the program's descendants, which become children of this process when their parents die."""
         give_up_s = time.monotonic() + KILL_TIMEOUT_S
         while time.monotonic() < give_up_s:
             left = [pid for pid in _children() if pid not in self._others and pid != self.pid]
@@ -145,12 +145,12 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _die_with_rank() -> None:
-    """Runs in the program's process before it becomes the program."""
+    """Run in the program's process before exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _children() -> list[int]:
-    """Pids of this process's children, adopted ones included."""
+    """Return the pids of this process's children, including adopted ones."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
@@ -159,38 +159,41 @@ def _children() -> list[int]:
     return found
 
 
-# ---- Follows a running program until its steps are measured or it has ended: output, report files, log files, peers
+# ---- Watching of a program until its steps are measured or it has ended: output, report files, log files, peers
 
 POLL_S = 0.1
-"""How often files are looked at."""
+"""Seconds between reads of files."""
 REPORTS_S = 0.02
-"""How often report files are read at most: the arrival of their lines shows how long steps took. Reads half a step
-apart see each line by itself; more of them would take time from programs that use all cores."""
+"""Least seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per step
+see each line separately; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
-"""How often the reports of the node's ranks are read."""
+"""Seconds between reads of the states of the node's ranks."""
 MAX_JUDGING = 0.05
-"""Share of the time that judging the reports may take: the more steps, the longer it takes."""
+"""Largest fraction of the time for judging the reports: it grows with the number of steps."""
 LIFE_S = 5.0
-"""How often a program that prints but ends no step is reported to be alive."""
+"""Seconds between heartbeats of a program that prints but ends no step."""
 READ_BYTES = 1 << 18
 READS_PER_POLL = 16
 DRAIN_S = 1.0
-"""How long the output of a program that has ended is read: what it left behind may print for ever."""
+"""Time limit for reading the output of an ended program, in seconds: its leftover processes may print for ever."""
 GRACE_S = 2.0
-"""How long peers on other nodes may take to end the step in which this rank is done, beside two steps' time."""
+"""Seconds, in addition to the time of two steps, for peers on other nodes to end the step in which this rank is
+done."""
 MAX_GRACE_S = 30.0
-"""How long a rank whose steps are there waits for those of its node, and at most for others."""
+"""Seconds that a rank with all its steps waits for those of its node, and at most for others."""
+SETTLE_S = 20.0
+"""Seconds that the program may take until its loader workers are no further ahead; below :data:`MAX_GRACE_S`."""
 PEER_WAIT_S = 5.0
-"""How long a rank that reported nothing waits for one that reports for it, after its program has succeeded."""
+"""Seconds that a rank without reports waits for one that reports for it, after its program has succeeded."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
 PROFILE_WAIT_S = 120.0
-"""How long a program goes on until the hook has written what it recorded."""
+"""Seconds that a program continues until the hook has written its recording."""
 DISK_FULL_S = 2.0
-"""How long the disk may be full while the program runs: report files lose lines then."""
+"""Seconds for which the disk may be full while the program runs; report files then lose lines."""
 
 
 class ProgramWatch:
-    """One rank's program, from its start to the end of its measured steps."""
+    """Watch over one rank's program, from its start to the end of its measured steps."""
 
     def __init__(
         self,
@@ -224,17 +227,19 @@ class ProgramWatch:
         self._reported_bytes = 0
         self._reported_state: PeerState | None = None
         self._has_measured = False
+        self._settles_since_s: float | None = None
+        """When all required steps were there."""
         self._peers: list[PeerState] = []
         self._polled_peers_at_s = 0.0
         self._disk_full_since_s: float | None = None
 
     def follow(self) -> MeasuredSteps | None:
-        """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
-        speaks for this one.
+        """Follow it until the steps of this rank and of its peers are measured. Return None if another rank of this
+        node reports for this one.
 
         Raises:
             NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
-            Exception: whatever ended the program before its steps were measured, by its own type.
+            Exception: the error that ended the program before its steps were measured, under its own type.
         """
         times = None
         while times is None:
@@ -253,7 +258,7 @@ class ProgramWatch:
         return self._measured()
 
     def _await_profile(self) -> None:
-        """Go on until the hook has written what it records of the rank's processes, in a run that is recorded."""
+        """In a recorded run, continue until the hook has written the recordings of this rank's processes."""
         end_s = time.monotonic() + PROFILE_WAIT_S
         while self._child.exit_code is None and time.monotonic() < end_s:
             if len(windows(self._places.report)) >= _num_recorded(self._command, self._rank):
@@ -262,13 +267,13 @@ class ProgramWatch:
             self._progress("measuring", step=self._command.protocol.num_steps)
 
     def close(self) -> None:
-        """Write what is left of the log."""
+        """Write the rest of the log."""
         self._selector.close()
         self._log.close()
 
     def _wait(self, timeout_s: float) -> bool:
-        """Sleep until the program prints or ends, at most so long, and read what is new. True: time to judge it, since
-        all files were read and the last time was long enough ago."""
+        """Sleep until the program prints or ends, at most this long, and read what is new. Return True if it is time to
+        judge it: all files were read, and the last time was long enough ago."""
         pause_s = min(timeout_s, max(REPORTS_S, self._step_time_s / 2)) if self._reports.tails else timeout_s
         for key, _ in self._selector.select(pause_s):
             if key.fd == self._child.output:
@@ -283,7 +288,7 @@ class ProgramWatch:
         return is_due and time.monotonic() >= self._judge_at_s
 
     def _read(self) -> bool:
-        """Take in what the program has printed; whether there may be more."""
+        """Read the program's output; return whether there may be more."""
         for _ in range(READS_PER_POLL):
             try:
                 chunk = os.read(self._child.output, READ_BYTES)
@@ -309,7 +314,7 @@ class ProgramWatch:
             self.book.add_log_record(record, format_name=name, origin=origin, arrived_s=arrived_s, since_s=since_s)
 
     def _poll(self, *, is_last: bool = False) -> None:
-        """Take in what has been appended to files."""
+        """Read what was appended to files."""
         self._polled_at_s = time.monotonic()
         self._read_reports(is_last=is_last)
         for path, line in self._files.new_lines(is_last=is_last):
@@ -326,7 +331,7 @@ class ProgramWatch:
             self.book.add_report_line(line, origin=Path(path).name, arrived_s=tail.written_s, since_s=tail.since_s)
 
     def _measured(self) -> MeasuredSteps | None:
-        """Times of the measured steps, once they are there and nothing speaks against them."""
+        """Return the times of the measured steps, if they are complete and not contradicted."""
         if self.judge.num_steps < max(1, self._command.num_warmup_steps):
             return None
         self.judge.check_finite()
@@ -336,16 +341,25 @@ class ProgramWatch:
             return None
         self.judge.check_options()
         self.judge.check_knobs(is_last=True)
-        return self.judge.times()
+        return self.judge.times() if self._has_settled() else None
+
+    def _has_settled(self) -> bool:
+        """Whether the measured steps are final: loader workers may be ahead of the program for some time."""
+        if self._command.is_detection or self._command.profile is not None:
+            return True
+        now_s = time.monotonic()
+        self._settles_since_s = self._settles_since_s or now_s
+        is_over = now_s - self._settles_since_s >= SETTLE_S or self._child.exit_code is not None
+        return self.judge.settle(is_last=is_over)
 
     def _publish_progress(self) -> None:
-        """Report progress: new steps, or that the program is alive."""
+        """Report progress: new steps, or a heartbeat."""
         if self._has_measured:
             return
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
         is_alive = self._output_bytes > self._reported_bytes and now_s - self._reported_at_s >= LIFE_S
-        if steps == 0:  # the first may compile for long: until it is over, the deadline of starting counts
+        if steps == 0:  # the first may compile for long: until it ends, the start deadline applies
             self._report_peers()
             return
         if steps <= self._reported_steps and not is_alive:
@@ -364,7 +378,7 @@ class ProgramWatch:
         self._progress(phase, step=step, step_time_s=time_s)
 
     def _report_peers(self) -> None:
-        """Report the progress of a rank of this node that speaks for this one."""
+        """Report the progress of the rank of this node that reports for this one."""
         if self._rank.local_slots == 1:
             return
         words = [word for word in self._peer_states() if word.phase is not None]
@@ -374,7 +388,7 @@ class ProgramWatch:
             self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
 
     def _let_peers_finish(self, times: MeasuredSteps) -> None:
-        """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
+        """Continue until all ranks of the node are done and others have had enough time, or the program has ended."""
         begin_s, are_all_here = time.monotonic(), self._rank.num_slots == self._rank.local_slots
         grace_s = 0.0 if are_all_here else min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
         while (waited_s := time.monotonic() - begin_s) < MAX_GRACE_S and self._child.exit_code is None:
@@ -384,7 +398,7 @@ class ProgramWatch:
         self._finish_reading()
 
     def _is_covered_by_peer(self) -> bool:
-        """Whether another rank of the node has measured, and this one has nothing to tell."""
+        """Whether another rank of the node has measured, and this one has nothing to report."""
         if self._rank.local_slots == 1 or not self._is_measured_by_peer():
             return False
         if self.judge.last_step_time_s() is not None:
@@ -399,7 +413,7 @@ class ProgramWatch:
         return True
 
     def _after_end(self) -> MeasuredSteps | None:
-        """The times that came with the program's last words, or the reason why there are none."""
+        """Return the times, including the program's last output, or raise the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
             self._publish_measured()
@@ -423,7 +437,7 @@ class ProgramWatch:
         raise cause
 
     def _has_enough(self) -> bool:
-        """Whether the program ended well after fewer steps than it should run, but enough; then these are measured."""
+        """Whether the program succeeded after fewer steps than configured, but enough; these then count as measured."""
         command, fewest = self._command, self._command.fewest_steps
         done = self.judge.num_steps - command.num_warmup_steps
         if self._child.exit_code != 0 or fewest is None or not fewest <= done < command.protocol.num_steps:
@@ -433,13 +447,13 @@ class ProgramWatch:
         return True
 
     def _publish_measured(self) -> None:
-        """Tell everybody that this rank has its steps: its last message."""
+        """Publish that this rank has its steps: its last message."""
         self._publish_progress()
         self._has_measured = True
         self._places.publish(PeerState(state="measured", phase="measuring", step=self._command.protocol.num_steps))
 
     def _peer_states(self) -> list[PeerState]:
-        """What the ranks of the node have reported most recently."""
+        """Return the latest states of the node's ranks."""
         if time.monotonic() - self._polled_peers_at_s >= PEERS_S:
             self._polled_peers_at_s, self._peers = time.monotonic(), self._places.peer_states()
         return self._peers
@@ -448,7 +462,7 @@ class ProgramWatch:
         return any(word.state == "measured" for word in self._peer_states())
 
     def _num_done(self) -> int:
-        """How many ranks of the node need their programs no more."""
+        """Count the ranks of the node that no longer need their programs."""
         return (
             1
             if self._rank.local_slots == 1
@@ -456,7 +470,7 @@ class ProgramWatch:
         )
 
     def _finish_reading(self) -> None:
-        """Take in what is left of output and files."""
+        """Read the rest of output and files."""
         end_s = time.monotonic() + DRAIN_S
         while self._is_open and time.monotonic() < end_s and self._read():
             pass
@@ -466,7 +480,7 @@ class ProgramWatch:
         self._publish_progress()
 
     def _watch_disk(self) -> None:
-        """Note when the disk of the attempt's folder is full.
+        """Record when the disk of the attempt's folder is full.
 
         Raises:
             OSError: it has been for too long.
@@ -482,7 +496,7 @@ class ProgramWatch:
         return OSError(errno.ENOSPC, "the disk was full while the program ran", str(self._places.scratch))
 
     def _failure(self) -> Exception:
-        """Why the program has ended too early."""
+        """Return why the program has ended too early."""
         if self._disk_full_since_s is not None or is_disk_full(self._places.scratch):
             return self._disk_error()
         code, done = self._child.exit_code, min(self.judge.num_steps, self._command.num_required_steps)
@@ -501,7 +515,7 @@ class ProgramWatch:
         return TooFewStepsError(self._too_few())
 
     def _nothing_reported(self) -> str:
-        """The ways to report steps, and what was seen of each."""
+        """Describe the ways to report steps, and what was observed of each."""
         log, hooked = self._command.log, "the hook is off"
         if self.book.facts or self.book.versions:
             hooked = "the hook was loaded but saw no optimiser step"
@@ -518,7 +532,7 @@ class ProgramWatch:
         )
 
     def _too_few(self) -> str:
-        """What is missing in the reported steps."""
+        """Describe what is missing in the reported steps."""
         needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
         counted = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
         if self.judge.num_steps < needed:
@@ -530,7 +544,7 @@ class ProgramWatch:
 
 
 def _num_recorded(command: ScriptCommand, rank: ScriptRank) -> int:
-    """How many processes of this slot are recorded at least."""
+    """Return the least number of recorded processes of this slot."""
     if command.profile is None:
         return 0
     if command.launcher == "env":
@@ -542,7 +556,7 @@ def _num_recorded(command: ScriptCommand, rank: ScriptRank) -> int:
 def read_profile(
     command: ScriptCommand, rank: ScriptRank, places: Places, progress: ProgressSink
 ) -> tuple[RankProfile, ...]:
-    """What the hook recorded of this slot's processes; empty in a run that is not recorded.
+    """Read the hook's recordings of this slot's processes; empty in a run that is not recorded.
 
     Raises:
         CommandError: nothing was recorded, or it cannot be read.
@@ -550,7 +564,7 @@ def read_profile(
     wanted = _num_recorded(command, rank)
     found = windows(places.report)
     if wanted and not found:
-        raise CommandError("the hook recorded no step: no torch optimizer made a step, or the torch profiler failed")
+        raise CommandError("the hook recorded no step: no torch optimiser made a step, or the torch profiler failed")
     step = command.protocol.num_steps
     try:
         return tuple(read_window(path, places.profile, lambda: progress("measuring", step=step)) for path in found)
@@ -559,10 +573,10 @@ def read_profile(
 
 
 def log_files(command: ScriptCommand, places: Places) -> FolderTails:
-    """The files that the program will log to, to be made before it starts: what they hold now is of earlier runs.
+    """Find the program's log files before it starts: what they contain by then is from earlier runs.
 
     Raises:
-        ValueError: there is no such log format, or its pattern is none.
+        ValueError: the log format is unknown, or its pattern is invalid.
     """
     patterns = [_pattern(file, command, places) for file in command.log.files]
     files = FolderTails(patterns, _needles(make_parser(command.log)))
@@ -575,21 +589,21 @@ def _needles(parser: LogParser) -> tuple[bytes, ...] | None:
 
 
 def _pattern(file: str, command: ScriptCommand, places: Places) -> str:
-    """The absolute pattern of a log file."""
+    """Return the absolute pattern of a log file."""
     filled = places.fill(file.replace(OUT, glob.escape(str(places.out))), command)
     return filled if filled.startswith("/") else f"{glob.escape(command.cwd)}/{filled}"
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
-    """Run this rank's program and give its :class:`RankReport` as JSON; one without steps if another rank speaks for
+    """Run this rank's program and return its :class:`RankReport` as JSON; one without steps if another rank reports for
     it.
 
-    ``spec`` is a :class:`ScriptCommand` as JSON. Returns or raises only when no process of the program is left.
+    ``spec`` is a :class:`ScriptCommand` as JSON. Returns or raises only after all processes of the program have ended.
 
     Raises:
-        CodecError: the JSON is no ScriptCommand.
-        NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`; anything else is what ended the program,
-            by its own type, for :func:`trials.failure.classify`.
+        CodecError: the JSON is not a ScriptCommand.
+        NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`. Other errors that ended the program pass
+            through under their own type, for :func:`trials.failure.classify`.
     """
     command: ScriptCommand = from_json(ScriptCommand, spec)
     remember_secrets(command.env)
@@ -622,7 +636,7 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
     report = _report(command, rank, watch.judge, times, exit_code)
     if times is None or command.is_detection:
         return report
-    if command.profile is not None:  # recording holds up the lines, and its times are no measurement
+    if command.profile is not None:  # recording delays the lines, and its times are no measurement
         profile = read_profile(command, rank, places, progress)
         return replace(report, findings=replace(report.findings, profile=profile))
     contradiction = watch.judge.contradiction(began_s=began_s if exit_code is not None else None)
@@ -652,14 +666,14 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
 def _log_files(command: ScriptCommand, places: Places) -> FolderTails:
     try:
         return log_files(command, places)
-    except ValueError as error:  # the log's format
+    except ValueError as error:  # invalid log format
         raise CommandError(str(error)) from None
 
 
 def _report(
     command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
-    """The rank's report, without values that were not reported."""
+    """Build the rank's report, without values that were not reported."""
     seconds = times.seconds if times is not None else ()
     script = judge.report(times, exit_code)
     resident = judge.peak("rss_bytes") if command.device == "cpu" else 0
@@ -671,7 +685,7 @@ def _report(
         breakdown=judge.breakdown(seconds),
         peak_allocated_bytes=judge.peak("allocated_bytes") or resident,
         peak_reserved_bytes=judge.peak("reserved_bytes") or resident,
-        num_warmup_steps=command.num_warmup_steps,
+        num_warmup_steps=judge.num_warmup_steps,
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
         model_flops_per_token=command.model_flops_per_token or _flops_per_token(script, command),
@@ -689,7 +703,7 @@ HALF = ("float16", "bfloat16")
 
 
 def _flops_per_token(script: ScriptReport, command: ScriptCommand) -> float:
-    """By the operators of a step on this rank, all ranks taken for alike; 0 where some may be counted twice."""
+    """Compute from the operators of a step on this rank, assuming equal ranks; 0 if some may be counted twice."""
     facts = script.facts
     if not facts.flops_per_step or facts.layer_calls_per_forward != 1:
         return 0.0
@@ -697,7 +711,7 @@ def _flops_per_token(script: ScriptReport, command: ScriptCommand) -> float:
 
 
 def _amount(seen: float | None, reported: int) -> int:
-    """What a step trained on, by the program's own count where it has one: batches may vary in length."""
+    """Return the amount trained on per step, by the program's own count if it has one: batches may vary in length."""
     return max(1, round(seen)) if seen is not None else reported
 
 

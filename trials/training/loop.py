@@ -1,4 +1,4 @@
-"""One training step, on one rank or along a pipeline, and how a rank's part of the model is built for it."""
+"""One training step, on one rank or along a pipeline, and the construction of a rank's part of the model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages
 from trials.spec import Candidate, Layout, Precision, TrialSpec
 from trials.training.optimizer import build_optimizer
 
-# ---- Takes one optimiser step: micro-batches forward and backward, global gradient norm, update
+# ---- One optimiser step: micro-batches forward and backward, global gradient norm, update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +68,16 @@ class StepResult:
     loss: float
     """Mean loss over the global batch."""
     grad_norm: float
-    """Global gradient norm, unscaled; 0 when the step was skipped."""
+    """Global gradient norm, unscaled; 0 if the step was skipped."""
     skipped: bool
 
 
 _ROW = 1 << 16
-"""Elements of which fp32 adds up the squares without losing more than a few units in the last place."""
+"""Number of elements whose squares fp32 sums with an error of only a few units in the last place."""
 
 
 class Trainer:
-    """One rank's model and optimiser, and the step that trains them."""
+    """One rank's model and optimiser, and the training step."""
 
     def __init__(self, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, place: Coordinates) -> None:
         candidate = spec.candidate
@@ -101,17 +101,17 @@ class Trainer:
         self.optimizer = build_optimizer(
             spec.workload.optimizer, self.gradients.held, self.scaler, device, on_host=candidate.offload.optimizer
         )
-        # Of the ranks that compute the loss, tensor-parallel peers compute the same one.
+        # Among the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
-        """Train on this rank's rows; gives the gang's ``[loss, grad_norm]``, still on the device.
+        """Train on this rank's rows; return the gang's ``[loss, grad_norm]``, still on the device.
 
         ``inputs`` and ``targets`` may be None on a rank that does not read them (:attr:`reads_inputs`,
         :attr:`reads_targets`).
 
-        The norm is reduced before the update, so with loss scaling all ranks skip the same steps. Without it the host
-        never waits for the device here.
+        The norm is reduced before the update, so that with loss scaling all ranks skip the same steps. Without it, the
+        host never waits for the device here.
         """
         if self.layout.cp > 1:
             inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
@@ -127,9 +127,9 @@ class Trainer:
         return None if batch is None else split_sequence(batch, self.place.cp, self.layout.cp)
 
     def _totals(self, loss: Tensor, marker: Marker) -> Tensor:
-        """Loss and norm over the gang; ranks that do not compute the loss give 0.
+        """Sum loss and norm over the gang; ranks that do not compute the loss contribute 0.
 
-        In a pipeline it is here that stages whose work is done wait for the others.
+        In a pipeline, stages that have finished wait here for the others.
         """
         totals = torch.stack([loss.to(widest_float(self.device)) / self._num_losses, self.gradients.square_sum()])
         marker.mark("other")
@@ -144,8 +144,8 @@ class Trainer:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def _update_if_finite(self, totals: Tensor) -> None:
-        """Update; with loss scaling only from finite gradients, which the host has to know before it goes on, and let
-        the scale follow. Every rank decides alike: the totals are the gang's."""
+        """Update, with loss scaling only if the gradients are finite, which the host must wait for; then adjust the
+        scale. All ranks decide alike, because the totals are the gang's."""
         scaler = self.scaler
         if scaler is None:
             self._update()
@@ -168,13 +168,13 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def wait_for_values(self) -> None:
-        """Wait for all weights, which after a step may be on their way from other ranks: before reading them, and
-        before the gang ends."""
+        """Wait for all weights, which may still be in transit from other ranks after a step. Call it before reading
+        weights and before the gang ends."""
         for held in self.gradients.held:
             held.wait_for_values()
 
     def findings(self, num_steps: int) -> Findings:
-        """What this rank found out over the last ``num_steps`` steps."""
+        """Return what this rank found out over the last ``num_steps`` steps."""
         return Findings(
             recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
             autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
@@ -182,10 +182,10 @@ class Trainer:
         )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
-        """Read what :meth:`step` gave.
+        """Read the result of :meth:`step`.
 
         Raises:
-            NonFiniteLoss: for an inf or nan loss, or gradient norm where no loss scaling accounts for it.
+            NonFiniteLoss: inf or nan in the loss, or in the gradient norm without loss scaling.
         """
         loss, grad_norm = totals.tolist()
         finite = math.isfinite(grad_norm)
@@ -197,7 +197,7 @@ class Trainer:
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
-    """A rank's effects over all its chunks, one entry per pattern."""
+    """Sum a rank's effects over all its chunks, one entry per pattern."""
     merged: dict[str, PatternEffect] = {}
     for effect in itertools.chain.from_iterable(chunks):
         before = merged.get(effect.pattern)
@@ -213,7 +213,7 @@ def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEf
 
 
 def merged_casts(chunks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast, ...]:
-    """A rank's casts over all its chunks, one entry per operator and list."""
+    """Sum a rank's casts over all its chunks, one entry per operator and list."""
     num_calls: Counter[tuple[str, str]] = Counter()
     for cast in itertools.chain.from_iterable(chunks):
         num_calls[cast.name, cast.list] += cast.num_calls
@@ -221,10 +221,10 @@ def merged_casts(chunks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast
 
 
 class GangMaximum:
-    """The gang's maximum of a value of every rank, so that all take the same decision from it.
+    """Maximum over the gang of a value of every rank, from which all take the same decision.
 
-    Asked for at construction, behind what the device was given, and read when it is needed: until then the host does
-    not wait for the device.
+    Requested at construction, after the work already queued on the device, and read when needed; the host waits for the
+    device only then.
     """
 
     def __init__(self, value: float, device: torch.device) -> None:
@@ -241,12 +241,12 @@ class GangMaximum:
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """The gang's maximum, now."""
+    """Return the gang's maximum now."""
     return GangMaximum(value, device).read()
 
 
 class Gradients:
-    """What the step does with gradients. All that depends on the layout alone is worked out once, here."""
+    """Operations on gradients in a step. Everything that depends only on the layout is computed once, here."""
 
     def __init__(self, parts: list[ModelPart], layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> None:
         self._device = device
@@ -263,10 +263,10 @@ class Gradients:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Make every gradient what its parameter needs: summed over the tensor-parallel group, placed like it.
+        """Give every gradient its parameter's form: summed over the tensor-parallel group, and placed like the
+        parameter.
 
-        Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the
-        embedding).
+        Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the embedding).
         """
         if self._partial:
             _sum_in_place(gradients_of(self._partial), self._group)
@@ -278,10 +278,11 @@ class Gradients:
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """This rank's share of the squared global gradient norm: summed over all ranks it is the square of the norm.
+        """Return this rank's share of the squared global gradient norm; the sum over all ranks is the square of the
+        norm.
 
-        Every rank of the gang adds its local squares, divided by the number of ranks that hold the same elements, so
-        the one rule is right for every mixture of replication and sharding. A scalar in the widest format there is.
+        Each rank adds its local squares, divided by the number of ranks that hold the same elements, so one rule covers
+        every mixture of replication and sharding. The result is a scalar in the widest available format.
         """
         total = torch.zeros((), dtype=widest_float(self._device), device=self._device)
         for replicas, held in self._by_replicas.items():
@@ -292,14 +293,14 @@ class Gradients:
 
     @torch.no_grad()
     def unscale(self, scale: float) -> None:
-        """Divide fp32 gradients by ``scale``; 16-bit ones are left to the optimiser that keeps fp32 masters."""
+        """Divide fp32 gradients by ``scale``; 16-bit ones are left to the optimiser with fp32 masters."""
         grads = [grad for grad in gradients_of(self.held) if grad.dtype == torch.float32]
         if grads:
             torch._foreach_mul_(grads, 1.0 / scale)
 
 
 def _square_sum(tensors: list[Tensor]) -> Tensor:
-    """Sum of all squares. Kernels of the CPU add up in fp32, element by element, so they are given short rows."""
+    """Sum all squares. CPU kernels sum in fp32, element by element, so they get short rows."""
     norms = []
     if tensors[0].device.type == "cpu":
         flat = [tensor.reshape(-1) for tensor in tensors]
@@ -323,7 +324,7 @@ def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> Non
     torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
 
 
-# Settles the memory format of convolutions, NCHW or NHWC ("channels last"), by rule and by measurement.
+# Choice of the memory format of convolutions, NCHW or NHWC ("channels last"), by rule and by measurement.
 
 
 Format = Literal["nchw", "nhwc"]
@@ -331,7 +332,7 @@ TORCH_FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 _NUM_ROUNDS = 5
 _MIN_GAIN = 0.05
-"""Share by which the other format has to be faster to be taken for faster."""
+"""Smallest relative gain for the other format to count as faster."""
 
 
 def has_convolutions(model: nn.Module) -> bool:
@@ -339,9 +340,9 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
-    """Bring the weights of convolutions to this format, in place, whatever wraps the models.
+    """Convert the weights of convolutions to this format, in place, under any wrapper.
 
-    Weights that FSDP holds stay as they are, because it wants them contiguous; their convolutions follow the format of
+    Weights held by FSDP stay unchanged, because it requires contiguous ones; their convolutions follow the format of
     their input.
     """
     for model in models:
@@ -351,21 +352,21 @@ def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
 
 
 def in_format(images: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Inputs in this format where they are images; only tensors of four dimensions have formats."""
+    """Convert images to this format; only tensors with four dimensions have formats."""
     return images.to(memory_format=memory_format) if images.dim() == 4 else images
 
 
 def format_by_rule(precision: Precision) -> Format:
-    """The format of the usual rule: tensor cores take 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
+    """Apply the usual rule: tensor cores run 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
     return "nchw" if precision.dtype == "float32" else "nhwc"
 
 
 def choose_memory_format(
     trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
 ) -> tuple[torch.memory_format, MemoryFormatReport | None]:
-    """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
+    """Convert the trainer's models; return the format for its inputs, and the report of ``auto``.
 
-    Models without convolutions are left alone.
+    Models without convolutions are left unchanged.
     """
     models = [part.model for part in trainer.parts]
     wanted = spec.candidate.kernels.memory_format
@@ -383,18 +384,18 @@ def choose_memory_format(
 
 
 def choose_format(rule: Format, times_s: dict[Format, float]) -> Format:
-    """The rule's format, unless the other one is clearly faster."""
+    """Return the rule's format unless the other one is clearly faster."""
     other: Format = "nchw" if rule == "nhwc" else "nhwc"
     return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
 
 
 def _same_draws(device: torch.device) -> AbstractContextManager[Any]:
-    """Leave random generators as they were: dropout in passes before training would change the training."""
+    """Restore random generators afterwards: dropout in passes before training would otherwise change the training."""
     return torch.random.fork_rng(devices=() if is_host(device) else (device,), device_type=device.type)
 
 
 def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
-    """Time a few forward and backward passes of both formats, in turns; all ranks come to the same choice."""
+    """Time a few forward and backward passes of both formats, alternating; all ranks make the same choice."""
     (model,) = (part.model for part in trainer.parts)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     formats: tuple[Format, Format] = ("nchw", "nhwc")
@@ -403,7 +404,7 @@ def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatRe
         for format_ in formats:
             convert_weights([model], format_)
             seconds = _time_pass(trainer, spec, sample, TORCH_FORMATS[format_])
-            if number:  # the first pass of each is warm-up
+            if number:  # the first pass of each is a warm-up
                 rounds[format_].append(seconds)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -414,7 +415,7 @@ def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatRe
 
 
 def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
-    """Seconds of one forward and backward pass over a micro-batch; its gradients are dropped.
+    """Return seconds of one forward and backward pass over a micro-batch; drop its gradients.
 
     The model is called without its DDP wrapper, so gradients are not reduced.
     """
@@ -434,18 +435,17 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
     return seconds
 
 
-# ---- Runs a step's micro-batches one after the other on a rank that holds all layers; also the interface of any
-# engine
+# ---- A step's micro-batches on a rank with all layers, and the interface of every engine
 
 
 class Marker(Protocol):
-    """Receives the name of each phase of a step as it ends."""
+    """Receiver of the name of each phase of a step as it ends."""
 
     def mark(self, phase: str) -> None: ...
 
 
 class SilentMarker:
-    """The :class:`Marker` that ignores its calls."""
+    """A :class:`Marker` that does nothing."""
 
     def mark(self, phase: str) -> None:
         pass
@@ -455,15 +455,15 @@ class Engine(Protocol):
     """Runs all micro-batches of a step."""
 
     def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
-        """Forward and backward over this rank's rows; gradients are then averages over data-parallel ranks.
+        """Run forward and backward passes over this rank's rows; gradients are then averages over data-parallel ranks.
 
-        Gives the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
+        Return the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
         """
         ...
 
 
 class Accumulation:
-    """The :class:`Engine` without a pipeline: gradients add up, and the last micro-batch reduces them, or each one."""
+    """The :class:`Engine` without a pipeline: gradients accumulate; the last micro-batch, or each one, reduces them."""
 
     def __init__(
         self, part: ModelPart, loss: Loss, candidate: Candidate, device: torch.device, scale: Callable[[], float]
@@ -499,14 +499,14 @@ class Accumulation:
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def _begin(self, *, is_last: bool) -> None:
-        """Say what the next micro-batch does to gradients; only on a change, as that walks all modules."""
+        """Set what the next micro-batch does to gradients; only on a change, because it walks all modules."""
         if is_last != self._is_last:
             begin_backward(self._part.module, is_last=is_last, each=self._each)
             keep_weights(self._part.module, self._part.model, self._layout, is_last=is_last)
             self._is_last = is_last
 
 
-# Runs a step's micro-batches through pipeline stages that different ranks hold.
+# A step's micro-batches through pipeline stages on several ranks.
 
 
 with warnings.catch_warnings():
@@ -523,7 +523,7 @@ with warnings.catch_warnings():
 
 
 class Stage(PipelineStage):
-    """A virtual stage that marks what it spends time on, and computes its forward pass in ``context``.
+    """A virtual stage that marks its phases, and computes its forward pass in ``context``.
 
     Time between its own phases is marked as bubble.
     """
@@ -540,7 +540,7 @@ class Stage(PipelineStage):
         super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
         self.marker: Marker = SilentMarker()
         self.targets: Sequence[Tensor] = ()
-        """Those of every micro-batch, on a rank that reads them."""
+        """Targets of every micro-batch, on a rank that reads them."""
         self._part = part
         self._wanted: Tensor | None = None
         self._context = context
@@ -569,7 +569,7 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients over data-parallel ranks, which without a pipeline is part of the backward pass too."""
+        """Reduce gradients over data-parallel ranks; without a pipeline this is part of the backward pass."""
         with self._phase("backward"):
             super().perform_reduce_grad(grad_scale_factor)
             for unit in self._sharded_ends:
@@ -579,14 +579,14 @@ class Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Any, Any]:
-        """Go through the graph; torch's own way has FSDP reduce no gradients before :meth:`perform_reduce_grad`."""
+        """Run the backward pass; in torch's version, FSDP reduces no gradients before :meth:`perform_reduce_grad`."""
         if isinstance(self.submod, BucketedReplica):
             begin_backward(self.submod, is_last=last_backward, each=False)
         unit = self._reduces_each
         if unit is None:
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             if backward_type == "weight" and isinstance(self.submod, FSDPModule):
-                # Hooks of the other part have taken in those gradients that it had, in the format of reductions.
+                # Hooks of the other part have already accumulated its gradients, in the format of reductions.
                 take_in_gradients(self.submod)
             return result
         unit.set_is_last_backward(False)
@@ -594,12 +594,12 @@ class Stage(PipelineStage):
         begin_backward(self.submod, is_last=last_backward, each=True)
         result = self._backward(backward_type, bwd_kwargs)
         if backward_type == "weight":
-            # It adds gradients up by itself, past the hooks that see to them.
+            # It accumulates gradients itself, without running the hooks for them.
             reduce_gradients(unit)
         return result
 
     def _backward(self, kind: str, found: dict[str, Any]) -> tuple[Any, Any]:
-        """Gradients of the stage's inputs, and what a backward pass in two parts goes on with."""
+        """Return gradients of the stage's inputs, and the state for the second part of a split backward pass."""
         if kind == "weight":
             return stage_backward_weight(self.submod.parameters(), found["param_groups"]), None
         given = found["stage_output"], found["output_grads"], found["input_values"]
@@ -614,10 +614,10 @@ class Stage(PipelineStage):
         self.marker.mark(name)
 
     def _gather_weights(self) -> None:
-        """Let a backward pass in two parts see the parameters of the forward pass, not FSDP's shards of them.
+        """Make a split backward pass see the parameters of the forward pass instead of FSDP's shards.
 
-        It looks for the former in the graph before FSDP's hooks gather them, and without a word leaves out the
-        gradients of those it does not find.
+        It searches the graph for these parameters before FSDP's hooks gather them, and silently omits the gradients of
+        those it does not find.
         """
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
@@ -627,18 +627,20 @@ class Stage(PipelineStage):
         with self._context():
             options |= self._part.with_targets(self._wanted)
             output = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
-        # A stage of no layers gives its input, a receive buffer; a module of the user's may give a view. The schedule
-        # must not detach the one, and cannot detach the other.
+        # A stage without layers returns its input, a receive buffer; a custom module may return a view. The schedule
+        # must not detach the former and cannot detach the latter.
         is_buffer = bool(args) and output is args[0]
         return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """What torch before 2.12 connects ranks with, first of all; not with themselves, where a V turns."""
+        """Return the operations with which torch before 2.12 connects ranks first; none to itself, at the turn of a
+        V."""
         rank = dist.get_rank()
         return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != rank]
 
     def _shape_inference(self, *args: Any, **options: Any) -> Any:
-        """What torch before 2.12 has in place of :meth:`_compute_outputs`, which it calls as the stage's module."""
+        """Adapt torch before 2.12, which has this instead of :meth:`_compute_outputs` and calls it as the stage's
+        module."""
         module = self.submod
         self.submod = functools.partial(self._compute_outputs, module=module)  # type: ignore[assignment]
         try:
@@ -647,7 +649,7 @@ class Stage(PipelineStage):
             self.submod = module
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
-        """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""
+        """Run the stage without gradients before the first step, so that the schedule learns shapes and types."""
         model = module.module if isinstance(module, DistributedDataParallel | BucketedReplica) else module
         options |= self._part.with_targets(self.targets[0] if self.targets else None)
         with self._context():
@@ -694,11 +696,12 @@ class Pipeline:
         marker.mark("bubble")
         if not self._is_last:
             return torch.zeros((), device=self._device)
-        # In the first step the schedule has called the loss again, before, to find out shapes.
+        # Before the first step, the schedule also calls the loss to find out shapes.
         return torch.stack(self._losses[-self._num_microbatches :]).mean()
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What the schedule runs backward from: gradients of the mean over micro-batches, scaled for 16 bits."""
+        """Return the loss for the schedule's backward pass: gradients of the mean over micro-batches, scaled for 16
+        bits."""
         self._marker.mark("bubble")
         with self._context():
             loss = self._loss(outputs, targets)
@@ -711,10 +714,10 @@ class Pipeline:
 def build_schedule(
     layout: Layout, stages: list[Stage], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
-    """The order in which a rank works on its stages and micro-batches. ``loss`` is divided by their number already.
+    """Build the order of a rank's stages and micro-batches. ``loss`` is already divided by their number.
 
     Raises:
-        InfeasibleSpec: this torch cannot order them so; before 2.11 it wants as many micro-batches as stages.
+        InfeasibleSpec: this torch lacks the order; before 2.11 it requires as many micro-batches as stages.
     """
     looped = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble, "gpipe": ScheduleLoopedBFS}
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
@@ -728,31 +731,31 @@ def build_schedule(
         raise InfeasibleSpec(f"torch {torch.__version__} rejects schedule {layout.schedule}: {error}") from error
 
 
-# ---- Builds this rank's part of the model from a specification: split over the gang, wrapped and initialised
+# ---- Construction of this rank's part of the model: split over the gang, wrapped and initialised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """One virtual stage on this rank; the whole model when there is no pipeline."""
+    """One virtual stage on this rank; the whole model if there is no pipeline."""
 
     chunk: Chunk
     model: TrainModel
     module: nn.Module
-    """What is called: ``model``, or the wrapper around it that reduces its gradients."""
+    """The module to call: ``model``, or the wrapper around it that reduces its gradients."""
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
     offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """What ``module`` takes in addition to its input: the targets, where it computes the loss itself."""
+        """Return the further arguments of ``module``: the targets, if it computes the loss itself."""
         if targets is None or not (self.chunk.is_last and self.model.computes_loss):
             return {}
         return {"targets": targets}
 
 
 def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, stage: int) -> list[ModelPart]:
-    """Build what pipeline rank ``stage`` holds, chunk by chunk."""
+    """Build the part of pipeline rank ``stage``, chunk by chunk."""
     num_layers = spec.workload.num_layers
     chunks = chunks_of_stage(spec.candidate.layout, stage, num_layers)
     return [_build_part(spec, chunk, mesh, device) for chunk in chunks]
@@ -761,11 +764,11 @@ def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, 
 def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: torch.device) -> ModelPart:
     """Build one virtual stage.
 
-    The order matters: tensor parallelism swaps plain weights for sharded ones, so everything after must see those;
-    recompute wraps a whole layer, so that compile captures the recomputation too; FSDP's hooks go around the compiled
-    layer, because gathering weights is no part of the graph. A model of ours has no storage until all that is done, so
-    no rank ever holds more than its part; one of the user's comes with its values, of which each rank keeps its part.
-    What reduces in buckets comes last: they are built from real weights.
+    The order matters. Tensor parallelism replaces plain weights by sharded ones, which all later steps must see.
+    Recompute wraps a whole layer, so that compilation captures the recomputation. FSDP's hooks go around the compiled
+    layer, because gathering weights is not part of the graph. A built-in model has no storage until then, so no rank
+    ever holds more than its part; a custom one comes with its values, of which each rank keeps its part. Reduction in
+    buckets comes last: buckets are built from real weights.
     """
     candidate = spec.candidate
     layout = candidate.layout
@@ -807,13 +810,13 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
 
 
 def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> ShardMap:
-    """Split what the model computes over tensor- and context-parallel ranks, and over time, in place."""
+    """Split the model's computation over tensor- and context-parallel ranks, and over time, in place."""
     candidate, layout = spec.candidate, spec.candidate.layout
     shard_map = ShardMap()
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
-    chunk_loss(model, candidate.kernels.loss_chunks)
+    chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
         _choose_attention(model, spec, mesh, device)
     apply_copies(model, layout)

@@ -1,4 +1,4 @@
-"""Measures a rank: the phases of its steps on the device's own clock, and its peak memory."""
+"""Measurement of a rank: the phases of its steps on the device's clock, and its peak memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol, TrialSpec
 from trials.training.loop import GangMaximum, StepResult, Trainer, in_format
 
-# ---- Measures a rank's peak memory, and limits what it can allocate
+# ---- Peak memory of a rank, and its limit
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak bytes from construction on.
+    """Peak bytes since construction.
 
-    On accelerators what the caching allocator handed out and what it reserved. On the CPU, which has no such allocator,
-    both are the growth of the peak resident set over the resident set at construction, without the pages of files
-    touched since: torch's code, some 30 MiB whatever the candidate, and mapped data. What the C library's allocator
-    keeps of freed tensors is included; it is most of what is measured beyond the sum of live tensors. What it kept of
-    earlier ones is given back first: tensors put there would be no growth.
+    On accelerators, allocated and reserved bytes of the caching allocator. The CPU has no such allocator; there both
+    are the growth of the peak resident set over the resident set at construction, without file pages touched since:
+    torch's code, some 30 MiB for every candidate, and mapped data. This includes memory that the C library's allocator
+    keeps after tensors are freed, which is most of the excess over the sum of live tensors. Memory kept from earlier
+    tensors is returned first; otherwise new tensors placed there would show no growth.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class PeakMemory:
         self._before = MemoryPeaks()
 
     def restart(self) -> None:
-        """Forget the peak so far; what is in use now stays in the account."""
+        """Reset the peak; memory in use now still counts."""
         gc.collect()
         self._before = MemoryPeaks()
         if is_host(self._device):
@@ -83,15 +83,15 @@ class PeakMemory:
             reset_peaks(self._device)
 
     def allocated_bytes(self) -> int:
-        """Peak of what tensors were given."""
+        """Peak of the memory of tensors."""
         return max(self._before.allocated, self._now().allocated)
 
     def reserved_bytes(self) -> int:
-        """Peak of what the allocator held for them."""
+        """Peak of the memory that the allocator reserved."""
         return max(self._before.reserved, self._now().reserved)
 
     def step_bytes(self) -> int:
-        """Peak of what tensors were given since this was last asked, the step that has just ended."""
+        """Peak of the memory of tensors since the last call, i.e. in the step that has just ended."""
         found = self._now()
         self._before |= found
         if not is_host(self._device):
@@ -111,8 +111,8 @@ class PeakMemory:
 def limit_memory(limit_bytes: int) -> None:
     """Let this process allocate at most ``limit_bytes`` more host memory; beyond, allocation fails as out of memory.
 
-    Uses RLIMIT_DATA, which on Linux counts private writable mappings and so leaves files and libraries alone. It is
-    inherited by processes forked later. Where the system has no such figure the limit is not set, with a warning.
+    Uses RLIMIT_DATA, which on Linux counts private writable mappings, not files and libraries. Processes forked later
+    inherit it. If the system does not report its current use, the limit is not set, with a warning.
     """
     data_bytes = _status_bytes("VmData")
     if data_bytes is None:
@@ -125,24 +125,24 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process's resident set now."""
+    """Return the current bytes of this process's resident set."""
     return _status_bytes("VmRSS") or _rusage_peak_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Bytes of the largest resident set since the last reset, or since the start where the system cannot reset it."""
+    """Return the peak bytes of the resident set since the last reset, or since the start if it cannot be reset."""
     return _status_bytes("VmHWM") or _rusage_peak_bytes()
 
 
 def _give_back_freed() -> None:
-    """Have the C library return the pages of freed memory to the system, where it can (glibc: malloc_trim(3))."""
+    """Let the C library return freed pages to the system, if it can (glibc: malloc_trim(3))."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def _reset_peak_resident() -> bool:
-    """Whether it could be reset; where it could not, that is logged."""
+    """Return whether the reset worked; log it if not."""
     try:
         _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set
     except OSError as error:
@@ -167,26 +167,26 @@ def _rusage_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# Memory of an accelerator as the device has it: how its allocator is set up and limited, and what lies outside it.
+# Memory of an accelerator: setup and limit of its allocator, and memory outside of it.
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with settings of the allocator, in the order in which torch reads them."""
+"""Environment variables with allocator settings, in torch's order of precedence."""
 DEFAULT_SETTINGS = "expandable_segments:True"
-"""Segments that grow: else sizes that differ from step to step leave holes that nothing fits into."""
+"""Growing segments: without them, sizes that differ between steps leave unusable gaps."""
 
 
 def set_up_allocator(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
-    """Give the allocator the settings of the environment, or :data:`DEFAULT_SETTINGS` where it has none; to be called
-    before anything is allocated. Returns them; empty for devices without such settings.
+    """Set up the allocator with the environment's settings, or :data:`DEFAULT_SETTINGS` if there are none. Call it
+    before anything is allocated. Return the settings; empty for devices without any.
 
-    A rank is forked from a process that has torch imported, so the environment of torch's own start was another one.
+    A rank is forked from a process that had imported torch in a different environment.
     """
     if kind_of(device) != "cuda":
         return ""
     given = next((environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)), None)
     if given is not None:
-        if "backend" not in given:  # which cannot be changed any more
+        if "backend" not in given:  # which can no longer be changed
             _configure(given)
         return given
     _configure(DEFAULT_SETTINGS)
@@ -201,19 +201,19 @@ def set_up_allocator(device: torch.device, environment: Mapping[str, str] = os.e
 
 
 def _configure(settings: str) -> None:
-    """Tell torch's allocator; its function has another name before torch 2.9."""
+    """Configure torch's allocator; the function has another name before torch 2.9."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (configure or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def outside_bytes(device: torch.device) -> int:
-    """What is in use on the device but not held by the allocator of this process."""
+    """Return the bytes in use on the device outside of this process's allocator."""
     free, total = free_and_total_bytes(device)
     return max(0, total - free - int(module_of(device).memory_reserved(device)))
 
 
 def device_memory(device: torch.device, settings: str) -> DeviceMemory | None:
-    """What is known now of the device's memory; None for the CPU."""
+    """Return the current state of the device's memory; None for the CPU."""
     if is_host(device):
         return None
     stats = module_of(device).memory_stats(device)
@@ -227,10 +227,10 @@ def device_memory(device: torch.device, settings: str) -> DeviceMemory | None:
 
 
 class MemoryLimit:
-    """Lets a rank use at most some bytes of its device, as if it had no more; of host memory on the CPU.
+    """Limits a rank to some bytes of its device, as if it had no more; of host memory on the CPU.
 
-    An accelerator's allocator is given what lies outside of it less. That is known when communicators have been made,
-    in the first step, so it is looked at again after that.
+    An accelerator's allocator gets the limit less the memory outside of it. That is final only after communicators are
+    created in the first step, so it is updated then.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
@@ -244,7 +244,7 @@ class MemoryLimit:
             self._apply(limit_bytes)
 
     def before_step(self, number: int) -> None:
-        """Step ``number`` is about to begin."""
+        """Update the limit before step ``number``."""
         if number == 2 and self._limit_bytes is not None and not is_host(self._device):
             self._apply(self._limit_bytes)
 
@@ -252,33 +252,33 @@ class MemoryLimit:
         limit_allocator(self._device, max(0, limit_bytes - outside_bytes(self._device)))
 
 
-# A rank's device: set up before training, looked after meanwhile, and what it has to tell afterwards.
+# A rank's device: setup before training, monitoring during it, and findings afterwards.
 
 
 class RankDevice:
-    """The device that a rank trains on. To be made before anything is allocated there."""
+    """The device that a rank trains on. Create it before anything is allocated there."""
 
     def __init__(self, trial: TrialSpec, device: torch.device) -> None:
         self.device = device
         self._settings = set_up_allocator(device)
-        # Of a CPU's memory the profiler takes much itself; that the candidate fits was seen when it was measured.
+        # On a CPU the profiler itself uses much memory; the measured trial has shown that the candidate fits.
         is_free = trial.profile is not None and is_host(device)
         self._limit_bytes = None if is_free else trial.memory_limit_bytes
         self._limit: MemoryLimit | None = None
         self._health = HealthWatch(device_uuid(device))
 
     def limit_memory(self) -> None:
-        """Hold the rank from now on to the memory that its trial may use."""
+        """Limit the rank's memory, from now on, to what its trial may use."""
         self._limit = MemoryLimit(self.device, self._limit_bytes)
 
     def before_step(self, number: int) -> None:
-        """Step ``number`` is about to begin."""
+        """Prepare for step ``number``."""
         if self._limit is not None:
             self._limit.before_step(number)
 
     def watched(self, progress: ProgressSink) -> ProgressSink:
-        """A sink of progress that tells ``progress``, and watches the device's health from when measuring begins; what
-        that takes is made ready in the warm-up."""
+        """Return a sink that forwards to ``progress`` and monitors the device's health while measuring; monitoring is
+        prepared during the warm-up."""
 
         def report_phase(
             phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
@@ -292,27 +292,27 @@ class RankDevice:
         return report_phase
 
     def health(self, rank: int) -> tuple[DeviceHealth, ...]:
-        """Stop watching; what was seen."""
+        """Stop monitoring; return what was observed."""
         return device_health(rank, self._health.end())
 
     def memory(self) -> DeviceMemory | None:
-        """What is known now of the device's memory; None for the CPU."""
+        """Return the current state of the device's memory; None for the CPU."""
         return device_memory(self.device, self._settings)
 
 
-# ---- Times the phases of steps on the device's own clock, without making the host wait inside a step
+# ---- Times of step phases on the device's clock, without making the host wait inside a step
 
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """The marks of a step that the device was given, the first at its start and the last at its end."""
+    """Marks of a step queued on the device, the first at its start and the last at its end."""
 
     marks: tuple[tuple[str, Mark], ...]
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """Wait until the device has come to the end of the step; its seconds, and the seconds of its phases."""
+        """Wait until the device has finished the step; return its seconds, and the seconds of its phases."""
         self.marks[-1][1].synchronize()
         step_time_s = seconds_between(self.marks[0][1], self.marks[-1][1])
         phases_s = dict.fromkeys(PHASES, 0.0)
@@ -323,22 +323,22 @@ class StepTiming:
 
 
 class StepClock:
-    """Times one step after the other and its phases: a phase is what passed since the mark before.
+    """Times consecutive steps and their phases; a phase is the time since the previous mark.
 
     The CPU computes synchronously, so marks read the host's clock and a step can be read when it ends. Elsewhere marks
-    are events in the device's queue: what lies between two of them is what the device did, or waited for. To read one
-    the host would have to wait for the device, which in turn would have nothing to do when the host goes on, so steps
-    are read :attr:`late`.
+    are events in the device's queue: the time between two of them is what the device computed or waited for. Reading
+    one makes the host wait for the device, which would then be idle while the host prepares more work. So steps are
+    read :attr:`late`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
         self.late = 0 if is_host(device) else 1
-        """How many steps the device is given beyond the one that is read."""
+        """Number of steps queued on the device beyond the one being read."""
 
     def start(self) -> None:
-        """Begin a step behind all that the device was given."""
+        """Start a step after everything already queued on the device."""
         self._marks = [("start", self._now())]
 
     def mark(self, phase: str) -> None:
@@ -353,15 +353,15 @@ class StepClock:
         return mark(self._device)
 
 
-# Brings batches to the device beside the step that it is at.
+# Transfer of batches to the device while it computes a step.
 
 
 class BatchFeed:
     """Batches on the device, as far as a rank reads them.
 
-    They are copied on a stream of their own. The host asks for the next batch while the device still works on the last
-    step, so that the device waits for data only where the loader does not keep up, and for the copy only where that
-    takes longer than the step. Copies from memory that is not pinned hold the host up, as they do in any loop.
+    They are copied on a separate stream. The host requests the next batch while the device still works on the last
+    step. So the device waits for data only if the loader is too slow, and for the copy only if that takes longer than
+    the step. Copies from unpinned memory block the host, as in any loop.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class BatchFeed:
         self._stream = new_stream(device)
 
     def next(self) -> tuple[Tensor | None, Tensor | None]:
-        """Inputs and targets of the next batch; what the device is given after this call finds them there."""
+        """Return inputs and targets of the next batch, available to device work queued after this call."""
         inputs, targets = next(self._batches)
         device = self._device
         with on_stream(self._stream):
@@ -392,7 +392,7 @@ class BatchFeed:
         return held
 
     def _hand_over(self, held: tuple[Tensor | None, ...]) -> None:
-        """Let the step wait for the copies, and the copies' memory be kept until the step has read it."""
+        """Make the step wait for the copies, and keep their memory until the step has read it."""
         user = current_stream(self._device)
         if self._stream is None or user is None:
             return
@@ -402,12 +402,12 @@ class BatchFeed:
                 tensor.record_stream(user)
 
 
-# Measures steps: warms up until times are stable, then measures until their spread is small.
+# Measurement of steps: warm up until times are stable, then measure until their spread is small.
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What one rank recorded."""
+    """Records of one rank."""
 
     results: list[StepResult] = field(default_factory=list)
     warmup_times_s: list[float] = field(default_factory=list)
@@ -450,25 +450,25 @@ def relative_spread(times_s: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """A step that the device was given, and what there will be to read of it."""
+    """A step queued on the device, and its future results."""
 
     phase: Phase
     number: int
     timing: StepTiming
     totals: Tensor
-    """The gang's loss and gradient norm on the host, there when the step has ended."""
+    """The gang's loss and gradient norm on the host, valid when the step has ended."""
 
 
 class Measurer:
     """Runs the protocol with a trainer over a stream of batches; None for a rank that reads none.
 
-    The host runs ahead of an accelerator, as in any training loop: it gives it the next step before it reads times,
-    loss and gradient norm of the one before, so that neither waits for the other. What the gang agrees on is known one
-    step later still. Which steps are taken depends on that alone, so all ranks take the same.
+    The host runs ahead of an accelerator, as in any training loop: it queues the next step before it reads times, loss
+    and gradient norm of the previous one, so that neither waits for the other. The gang's agreement is known one step
+    later still. The number of steps depends only on that, so it is the same on all ranks.
 
-    ``memory_format`` is that of the inputs on the device. ``before_step`` receives the number of each step, from 1 on
-    and over warm-up and measuring, before its time starts. ``step_memory`` gives the peak memory since it
-    was last asked, in bytes; it is asked after a step was given to the device.
+    ``memory_format`` is that of the inputs on the device. ``before_step`` receives the number of each step, counted
+    from 1 over warm-up and measurement, before its time starts. ``step_memory`` returns the peak memory since its last
+    call, in bytes; it is called after a step was queued.
     """
 
     def __init__(
@@ -501,7 +501,7 @@ class Measurer:
         self._enter("warmup")
         self._take(lambda agreed_s: is_stable(agreed_s, protocol), protocol.max_warmup_steps - late)
         with _quiet_collector():
-            for _ in range(late):  # so that the device is at work again when the first measured step is prepared
+            for _ in range(late):  # so that the device is busy when the first measured step is prepared
                 self._issue()
                 self._read(leave=self._clock.late)
             self._enter("measuring")
@@ -517,9 +517,9 @@ class Measurer:
         self._progress(phase)
 
     def _take(self, may_end: Callable[[list[float]], bool], most: int) -> None:
-        """Take steps until what the gang agreed on may end the phase, at most so many.
+        """Run steps until the gang's agreement may end the phase, at most ``most``.
 
-        Steps that the device was given before that was known belong to the phase too.
+        Steps queued before that was known also belong to the phase.
         """
         agreed_s = self._agreed_s[self._phase]
         num_before = self._num_issued
@@ -530,7 +530,7 @@ class Measurer:
                 gc.collect(1)
 
     def _issue(self) -> None:
-        """Give the device the next step."""
+        """Queue the next step on the device."""
         self._num_issued += 1
         if self._before_step is not None:
             self._before_step(self._num_issued)
@@ -542,7 +542,7 @@ class Measurer:
             self._recording.memory_bytes.append(self._step_memory())
 
     def _read(self, *, leave: int) -> None:
-        """Read all issued steps but the last ``leave``, and what the gang agreed on but for the last as many of
+        """Read all queued steps except the last ``leave``; of the gang's agreements, leave the last ``leave`` of
         those."""
         while len(self._issued) > leave:
             self._read_own(self._issued.popleft())
@@ -560,7 +560,7 @@ class Measurer:
         recording.results.append(self._trainer.result(step.totals, step=step.number))
         self._agreeing.append((step.phase, GangMaximum(own_s, self._trainer.device)))
         if self._clock.late and not self._agreed_s[self._phase]:
-            self._progress(self._phase)  # a sign of life, until there is a time to tell
+            self._progress(self._phase)  # a heartbeat until the first time is known
 
     def _read_agreed(self, phase: Phase, maximum: GangMaximum) -> None:
         agreed_s = self._agreed_s[phase]
@@ -569,7 +569,7 @@ class Measurer:
             self._progress(phase, step=len(agreed_s), step_time_s=agreed_s[-1])
 
     def _next_batch(self) -> tuple[Tensor | None, Tensor | None]:
-        """Inputs and targets on the device, as far as the trainer reads them."""
+        """Return inputs and targets on the device, as far as the trainer reads them."""
         if self._feed is None:
             return None, None
         held = self._feed.next()
@@ -589,9 +589,9 @@ def _feed(trainer: Trainer, batches: Iterator[Batch], memory_format: torch.memor
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep Python's garbage collector out of the measured steps; :meth:`Measurer` runs it between them.
+    """Keep Python's garbage collector out of the measured steps; :class:`Measurer` runs it between them.
 
-    Freezing what there is (mostly torch's modules, which take the collector 0.2 s) keeps those runs short.
+    Freezing existing objects (mostly torch's modules, which take the collector 0.2 s) keeps those runs short.
     """
     gc.collect(1)
     gc.freeze()

@@ -1,4 +1,4 @@
-"""AdamW on what a rank holds of the model: on its device, or in the memory of its host."""
+"""AdamW on a rank's part of the model, on its device or in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trials.parallel.mesh import HeldTensor
 from trials.precision import LossScaler
 from trials.spec import AdamW
 
-# Builds the workload's optimiser: AdamW on what this rank holds of the model, over fp32 copies of 16-bit weights.
+# The workload's optimiser: AdamW on this rank's part of the model, with fp32 copies of 16-bit weights.
 
 
 with warnings.catch_warnings():
@@ -25,11 +25,11 @@ with warnings.catch_warnings():
     from torch.optim.adamw import adamw
 
 WORKSPACE_BYTES = 128 << 20
-"""Most that fp32 copies of 16-bit gradients take at a time: enough for kernels of some tenth of a millisecond."""
+"""Most bytes of fp32 copies of 16-bit gradients at a time: enough for kernels of about 0.1 ms."""
 
 
 def options_of(config: AdamW) -> dict[str, Any]:
-    """The workload's choices by the names that torch has for them."""
+    """Return the workload's options under torch's names."""
     options = dataclasses.asdict(config)
     options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     return options
@@ -37,7 +37,7 @@ def options_of(config: AdamW) -> dict[str, Any]:
 
 @functools.cache
 def has_fused_adamw(device_type: str) -> bool:
-    """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
+    """Whether torch has a fused kernel without temporaries for this kind of device; tested on one element."""
     state = UpdateState(torch.zeros(1, device=device_type), is_fused=True)
     try:
         adamw_update([state], [torch.zeros(1, device=device_type)], fused=True)
@@ -47,18 +47,18 @@ def has_fused_adamw(device_type: str) -> bool:
 
 
 class UpdateState:
-    """What AdamW keeps of some elements of the model: their fp32 values, and its own states beside them."""
+    """AdamW's state for some elements of the model: their fp32 values, and its moments."""
 
     def __init__(self, values: Tensor, master: Tensor | None = None, *, is_fused: bool | None = None) -> None:
         self.values = values
-        """In the model; a view of it."""
+        """The elements in the model; a view."""
         self.master = values.float() if master is None else master
         """``values`` themselves if they are fp32 and no copy was passed."""
         self.exp_avg = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         self.exp_avg_sq = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         if is_fused is None:
             is_fused = has_fused_adamw(self.master.device.type)
-        # What is not fused reads the count on the host, which would have to wait for a device, once per tensor.
+        # The non-fused version reads the step count on the host, which would wait for the device once per tensor.
         self.num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device if is_fused else "cpu")
 
     @property
@@ -68,14 +68,14 @@ class UpdateState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements from ``start`` to ``stop`` of a held tensor, in memory order; all of them where ``stop`` is None."""
+    """Elements ``start`` to ``stop`` of a held tensor, in memory order; to its end if ``stop`` is None."""
 
     held: HeldTensor
     state: UpdateState
     start: int = 0
     stop: int | None = None
     is_last: bool = True
-    """Whether the held tensor's later elements, if any, are no slice of their own."""
+    """Whether no further slice follows in the held tensor."""
 
     def gradient(self) -> Tensor | None:
         grad = self.held.gradient()
@@ -83,16 +83,16 @@ class Slice:
 
 
 class LocalAdamW(torch.optim.Optimizer):
-    """AdamW on this rank's part of every parameter as a plain tensor, over fp32 copies of 16-bit ones.
+    """AdamW on this rank's part of every parameter as a plain tensor, with fp32 copies of 16-bit ones.
 
-    The update is element-wise, so shards have nothing to tell each other, and tensors may be cut anywhere. Over
-    DTensors every one of its operations is dispatched through the placements of all parameters, and first works them
-    out, which takes longer than training a small model.
+    The update is elementwise, so shards need no communication and tensors may be cut anywhere. With DTensors, each of
+    its operations would be dispatched through the placements of all parameters and first derive them, which takes
+    longer than training a small model.
 
-    They are updated group by group, so that fp32 copies of 16-bit gradients take no more than :data:`WORKSPACE_BYTES`,
-    and new weights are on their way to other ranks while more are made. Nobody waits for those here. Gradients are
-    divided by ``grad_scale()`` after that cast, where small ones do not underflow. States are made at the first step:
-    FSDP may place shards again before its first forward pass, and parameters have the memory format they train in.
+    Parameters are updated in groups, so that fp32 copies of 16-bit gradients take at most :data:`WORKSPACE_BYTES`, and
+    new weights are sent to other ranks while the next ones are computed. The update does not wait for them. Gradients
+    are divided by ``grad_scale()`` after the cast, so that small ones do not underflow. States are created in the first
+    step: FSDP may move shards before its first forward pass, and parameters have their final memory format by then.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LocalAdamW(torch.optim.Optimizer):
 
     @property
     def states(self) -> list[UpdateState]:
-        """All states there are, none before the first step."""
+        """All existing states; none before the first step."""
         return [one.state for group in self._groups or () for one in group]
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class LocalAdamW(torch.optim.Optimizer):
             torch._foreach_copy_([state.values for state in copied], [state.master for state in copied])
 
     def _in_fp32(self, pairs: list[tuple[UpdateState, Tensor]]) -> list[Tensor]:
-        """Gradients as the update takes them: fp32, unscaled, and laid out in memory as their masters."""
+        """Return gradients for the update: fp32, unscaled, in the memory layout of their masters."""
         grads, short = [], []
         for state, grad in pairs:
             if grad.dtype == torch.float32 and grad.stride() == state.master.stride():
@@ -154,19 +154,19 @@ class LocalAdamW(torch.optim.Optimizer):
         return grads
 
     def _fp32_room(self, master: Tensor) -> Tensor:
-        """Memory for the fp32 copy of a gradient, laid out as ``master``."""
+        """Return memory for the fp32 copy of a gradient, in the layout of ``master``."""
         return torch.empty_like(master)
 
 
 def publish(group: list[Slice]) -> None:
-    """Begin to send what the group has completed."""
+    """Start sending the parts that the group has completed."""
     for one in group:
         if one.is_last:
             one.held.publish()
 
 
 def grouped(pieces: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
-    """What is updated together: one piece after the other, together no more than ``most`` elements unless it is one."""
+    """Yield groups of consecutive pieces with at most ``most`` elements in total, or of one larger piece."""
     group: list[Slice] = []
     size = 0
     for piece in pieces:
@@ -183,7 +183,7 @@ def grouped(pieces: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
 def slices(
     held: Iterable[HeldTensor], most: int, make: Callable[[Tensor], UpdateState] | None = None
 ) -> Iterator[Slice]:
-    """What is held, cut so that no piece with a copy has more than ``most`` elements; ``make`` gives all pieces one."""
+    """Cut what is held so that no piece with a copy has more than ``most`` elements; ``make`` copies all pieces."""
     for one in held:
         values = one.values()
         is_whole = make is None and values.dtype == torch.float32
@@ -225,18 +225,18 @@ def adamw_update(
     )
 
 
-# AdamW whose states and fp32 weights are in host memory, where it computes (ZeRO-Offload, Ren et al., 2101.06840).
+# AdamW with states and fp32 weights in host memory, computed there (ZeRO-Offload, Ren et al., 2101.06840).
 #
-# Group by group, gradients are copied out while the processor updates the group before, and new weights are copied
-# back while it updates the next one, both at once. The device keeps weights and gradients, and needs nothing for the
-# update. Of page-locked memory there is what copies run from and to: buffers for two groups, and fp32 weights where
-# the model has them in fp32 too; the rest has no need of it.
+# Group by group, gradients are copied out while the processor updates the previous group, and new weights are copied
+# back while it updates the next one, both at the same time. The device keeps weights and gradients, and needs no
+# further memory for the update. Only the ends of copies are page-locked: buffers for two groups, and fp32 weights if
+# the model's are also fp32.
 
 
 def build_optimizer(
     config: AdamW, held: Sequence[HeldTensor], scaler: LossScaler | None, device: torch.device, *, on_host: bool
 ) -> LocalAdamW | None:
-    """AdamW on what this rank holds; None for a rank without parameters, as a pipeline stage of no layers may be."""
+    """Build AdamW for this rank's part; None for a rank without parameters, such as a pipeline stage without layers."""
     if not held:
         return None
     options: dict[str, Any] = {"grad_scale": lambda: 1.0 if scaler is None else scaler.scale, **options_of(config)}
@@ -244,7 +244,7 @@ def build_optimizer(
 
 
 class _Buffers:
-    """Page-locked memory for one group at a time: gradients on their way out, new 16-bit weights on their way back."""
+    """Page-locked memory for one group at a time: outgoing gradients and returning 16-bit weights."""
 
     def __init__(self, gradients: Region, weights: Region | None) -> None:
         self._gradients = gradients
@@ -259,11 +259,11 @@ class _Buffers:
         return self._room("weights", self._weights, values)
 
     def begin(self) -> None:
-        """Another group's gradients come, once the host has read those before."""
+        """Prepare for another group's gradients, once the host has read the previous ones."""
         self._used["gradients"] = 0
 
     def begin_weights(self) -> None:
-        """Wait until the weights before have left, which is long ago: another group has been updated since."""
+        """Wait until the previous weights have left; usually long ago, as another group was updated in between."""
         if self._weights is not None:
             self._used["weights"] = 0
             if self._weights.busy_until is not None:
@@ -280,7 +280,7 @@ class _Buffers:
 
 
 class HostAdamW(LocalAdamW):
-    """:class:`LocalAdamW` with everything of its own in host memory, fp32 weights among it, also of fp32 parameters."""
+    """A :class:`LocalAdamW` with all its data in host memory, including fp32 copies of fp32 parameters."""
 
     def __init__(self, held: Sequence[HeldTensor], device: torch.device, **options: Any) -> None:
         super().__init__(held, **options)
@@ -288,7 +288,7 @@ class HostAdamW(LocalAdamW):
         self._memory = host_memory_for(device)
         self._out, self._back = CopyStream(device), CopyStream(device)
         self._buffers: list[_Buffers] = []
-        """For every other group."""
+        """One for even and one for odd groups."""
         self._current: _Buffers
         self._workspace: Tensor | None = None
         self._room_used = 0
@@ -307,7 +307,7 @@ class HostAdamW(LocalAdamW):
             return UpdateState(values, master)
 
     def _make_buffers(self, groups: list[list[Slice]]) -> None:
-        """What all steps use, as large as the largest group needs."""
+        """Allocate the buffers of all steps, sized for the largest group."""
         gradients = max(sum(_padded(one.state.values.nbytes) for one in group) for group in groups)
         short = max(sum(_padded(one.state.values.nbytes) for one in group if _is_short(one.state)) for group in groups)
         for _ in groups[:2]:
@@ -322,7 +322,7 @@ class HostAdamW(LocalAdamW):
         for i, group in enumerate(groups):
             (pairs, there), coming = coming, self._send_for(groups, i + 1)
             if there is not None:
-                there.synchronize()  # and so the device is through with the weights too
+                there.synchronize()  # so the device has also finished with the weights
             buffers = self._current = self._buffers[i % 2]
             buffers.begin_weights()
             self._room_used = 0
@@ -336,15 +336,15 @@ class HostAdamW(LocalAdamW):
     def _send_for(
         self, groups: list[list[Slice]], number: int
     ) -> tuple[list[tuple[UpdateState, Tensor, Tensor]], torch.Event | None]:
-        """Begin to copy gradients of group ``number`` out, if there is one: states, copies and what is copied, which
-        nobody else may hold; the moment at which all are there."""
+        """Start copying out the gradients of group ``number``, if it exists. Return the states, the copies, their
+        sources, which nothing else may hold, and an event at which all have arrived."""
         if number >= len(groups):
             return [], None
         buffers = self._buffers[number % 2]
         buffers.begin()
         triples = []
         for one in groups[number]:
-            with self._out.used():  # some are cut from copies, which are made now
+            with self._out.used():  # some are cut from copies, which are created now
                 grad = one.gradient()
             if grad is not None:
                 triples.append((one.state, buffers.room_for_gradient(grad), grad))
@@ -352,7 +352,7 @@ class HostAdamW(LocalAdamW):
         return triples, self._out.mark()
 
     def _fp32_room(self, master: Tensor) -> Tensor:
-        """Memory that serves one group after the other: pages that are new to the process cost more than the copy."""
+        """Return memory shared by all groups: newly mapped pages cost more than the copy."""
         if self._workspace is None:
             assert self._groups is not None
             most = max(sum(_padded(one.state.master.nbytes) for one in group) for group in self._groups)
@@ -361,7 +361,7 @@ class HostAdamW(LocalAdamW):
         return Region(self._workspace).like(master, start=start)
 
     def _write_back(self, copied: list[UpdateState]) -> None:
-        """Begin to copy new weights back, in the type of the parameters."""
+        """Start copying new weights back, in the type of the parameters."""
         for state in copied:
             new = state.master
             if _is_short(state):
@@ -375,5 +375,5 @@ def _is_short(state: UpdateState) -> bool:
 
 
 def _padded(num_bytes: int) -> int:
-    """With space so that what follows begins where copies like it."""
+    """Round up so that what follows is aligned for copies."""
     return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES

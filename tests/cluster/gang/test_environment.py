@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.environment import DEFAULTS, default_env, owner_of, rank_env
+from cluster.gang.environment import DEFAULTS, cache_folder, default_env, owner_of, rank_env, remove_old_caches
 from cluster.gang.messages import NodeLaunch, RankSlot
 from cluster.hardware.topology import DeviceHandle, Node, cores_near
 from cluster.local import LocalCluster
@@ -41,20 +44,39 @@ def caches(attempt, **options):
     return {name: found[name] for name in CACHES if name in found}
 
 
-def test_compilers_caches_are_the_sweeps(monkeypatch):
+@pytest.fixture
+def own_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"tune-cluster-{os.getuid()}"
+
+
+def test_compilers_caches_are_the_sweeps_on_the_nodes_own_disk(monkeypatch, own_disk):
     """Alike for all attempts of a lease on a node, whatever the node's own environment; unless the sweep says where."""
     for name in CACHES:
         monkeypatch.setenv(name, "/home/me/.cache")
-    assert (
-        caches("a")
-        == caches("b")
-        == {
-            "TORCHINDUCTOR_CACHE_DIR": "/sweep/attempts/cache-n/inductor",
-            "TRITON_CACHE_DIR": "/sweep/attempts/cache-n/triton",
-        }
-    )
+    found = caches("a")
+    assert found == caches("b")
+    (folder,) = {Path(path).parent for path in found.values()}
+    assert folder.parent == own_disk and folder.name.endswith("-cache-n")
+    assert [Path(found[name]).name for name in CACHES] == ["inductor", "triton"]
+    assert folder != cache_folder(Path("/other/attempts"), "n"), "another sweep has its own"
     assert caches("a", TRITON_CACHE_DIR="/fast/triton")["TRITON_CACHE_DIR"] == "/fast/triton"
     assert caches("a", runner="trials.script.runner:run_rank") == {}, "its program gets them with its own environment"
+
+
+def test_caches_stay_in_the_work_folder_where_the_nodes_own_disk_offers_none(own_disk):
+    own_disk.symlink_to("/home")
+    assert cache_folder(Path("/sweep/attempts"), "n") == Path("/sweep/attempts/cache-n")
+
+
+def test_caches_of_killed_agents_are_removed_after_a_month(own_disk):
+    ages = {"1-cache-n": 31, "2-cache-n": 29, "others": 99}
+    for name, days in ages.items():
+        (own_disk / name / "triton").mkdir(parents=True)
+        os.utime(own_disk / name, (time.time() - days * 86400,) * 2)
+    own_disk.chmod(0o700)
+    remove_old_caches()
+    assert sorted(path.name for path in own_disk.iterdir()) == ["2-cache-n", "others"]
 
 
 def test_what_the_launch_or_a_program_of_the_users_own_says_under_an_older_name_is_not_overridden():
@@ -101,7 +123,9 @@ def test_every_default_is_documented_with_its_why():
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for default in DEFAULTS:
-        assert any(f"| `{default.name}` | `{default.value}` |" in row and default.why in row for row in rows), default
+        assert any(f"| `{default.name}` | `{default.value}` |" in row and default.reason in row for row in rows), (
+            default
+        )
 
 
 def test_defaults_that_others_set_are_what_these_set():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
+from cluster.gang.environment import cache_folder
 from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
@@ -36,7 +37,7 @@ def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp
     text = scripts.MEETS + scripts.STEPS + "time.sleep(1.5)\ntrain()\n"  # memory is looked at twice a second
     with LocalCluster(tmp_path / "work", discover_node(num_devices=2), preload=SCRIPT_PRELOAD) as cluster:
         end, found = measured(cluster, scripts.write(tmp_path / "own", text))
-        cache = Path(end.log_dir).parent / f"cache-{cluster.topology.nodes[0].name}"
+        cache = cache_folder(Path(end.log_dir).parent, cluster.topology.nodes[0].name)
         cache.mkdir(exist_ok=True)
     assert (found.world_size, len(found.step_times_s), found.step_time_resolution_s) == (2, scripts.NUM_STEPS, 0.001)
     assert found.losses[-1] == pytest.approx(2.6) and found.grad_norms == () and found.mfu is None

@@ -124,7 +124,7 @@ def test_secrets_are_masked_and_lines_are_joined(tmp_path, monkeypatch):
 
 
 BAD = {
-    "no sweep": (("note", "strory", "x"), "Did you mean story?"),
+    "no sweep": (("note", "strory", "x"), "Did you mean"),
     "no trial": (("note", "story", "t009", "x"), "It has t000 to t001."),
     "text first": (("note", "story", "x", "t001"), "Use 3, t003, baseline, best or winner."),
     "too long": (("note", "story", "x" * 1001), "the note has 1,001 characters; 1,000 are possible. Shorten it."),

@@ -52,7 +52,6 @@ def test_drawn_programs_have_exactly_the_means_and_spreads_of_the_table():
     assert values.shape == (NUM_DRAWS, len(EFFECTS))
     np.testing.assert_allclose(values.mean(0), [effect.mean for effect in EFFECTS], atol=1e-9)
     np.testing.assert_allclose(np.cov(values.T, bias=True), np.diag([e.std**2 for e in EFFECTS]), atol=1e-9)
-    assert all(effect.source.endswith(".") for effect in EFFECTS)
 
 
 def test_what_knobs_usually_do_has_the_usual_order():

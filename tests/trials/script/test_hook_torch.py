@@ -1,13 +1,19 @@
 """The hook in plain PyTorch programs that know nothing of it: steps, losses, facts, and the same output as without."""
 
+import json
 import math
+import statistics
+import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.trials.script.hooked import SEEN, launch
-from trials.script.command import HOOK_FOLDER
+from tests.support import ROOT
+from tests.trials.script.hooked import PROGRAMS, SEEN, launch
+from trials.files import to_json
+from trials.script.command import HOOK_FOLDER, ScriptCommand
+from trials.spec import Protocol
 
 PARAMETERS = 29216
 """Parameters of the model in ``plain_loop.py``, in four bytes each."""
@@ -272,3 +278,22 @@ def test_the_host_memory_of_a_program_is_limited(tmp_path, limit, fits):
     (told,) = launch(["plain_loop.py", "--steps", "2"], tmp_path, TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES=str(limit))
     assert (told.code == 0) == fits, told.errors
     assert fits or "emory" in told.errors
+
+
+def test_steps_that_use_up_loaded_batches_are_not_measured(tmp_path):
+    """Workers get ahead during the first steps; in the long run, a step takes as long as loading a batch does."""
+    command = ScriptCommand(
+        argv=(sys.executable, str(PROGRAMS / "ahead.py")),
+        cwd=str(PROGRAMS),
+        protocol=Protocol(),
+        num_devices=1,
+        tokens_per_step=4,
+        samples_per_step=4,
+    )
+    spec, out = tmp_path / "spec.json", tmp_path / "report.json"
+    spec.write_text(json.dumps(to_json(command)))
+    argv = [sys.executable, "-m", "trials.script.runner", "--spec", spec, "--out", out]
+    subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    report = json.loads(out.read_text())
+    assert report["num_warmup_steps"] >= 4
+    assert statistics.fmean(report["step_times_s"]) == pytest.approx(0.1, rel=0.1)

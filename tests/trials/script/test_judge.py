@@ -192,12 +192,12 @@ def test_another_global_batch_is_another_training():
 
 def test_amounts_per_step_are_no_more_than_a_hook_counts():
     story = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
-    with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimizer step, but trains on 8 \(seen by rank0"):
+    with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimiser step, but trains on 8 \(seen by rank0"):
         story.judge.check_facts()
     packed = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0))
     packed.judge.check_facts()
     story = _told(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
-    with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimizer step, but trains on 400"):
+    with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimiser step, but trains on 400"):
         story.judge.check_facts()
     _told(
         lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=1000)
@@ -415,10 +415,10 @@ def test_optimizer_steps_that_a_hook_sees_go_before_what_the_program_says():
     assert with_hook(0.1) is None
     held_back = with_hook(0.4, later_s=8.5)
     assert (
-        "100 ms per step by report, but 400 ms per step by the optimizer steps seen by hook:torch" in held_back.message
+        "100 ms per step by report, but 400 ms per step by the optimiser steps seen by hook:torch" in held_back.message
     )
     assert with_hook(0.05) is None, "a report may count larger steps"
-    assert "optimizer steps seen by hook:torch" in with_hook(1.0, per_step=10).message
+    assert "optimiser steps seen by hook:torch" in with_hook(1.0, per_step=10).message
 
 
 @pytest.mark.parametrize(("every", "num_steps"), [(5, 16), (8, 22), (10, 28)])
@@ -451,3 +451,35 @@ def test_honest_programs_are_believed_whatever_their_steps(steps, late, share):
 def test_a_clock_that_is_off_by_half_is_not_believed(step_s, factor, count, is_slow):
     claimed_s = step_s * factor if is_slow else step_s / factor
     assert watched(lambda story, n: story.report(n, step_time_s=claimed_s, arrived_s=step_s * n), num_steps=count)
+
+
+def ahead(*levels, num_steps=4):
+    """The story of a program whose workers are so many batches ahead after each step."""
+    story = Story(num_steps=num_steps)
+    for step, level in enumerate(levels, 1):
+        known = {} if level is None else {"batches_ahead": level}
+        story.report(step, source="hook:torch", step_time_s=step / 100, **known)
+    return story.judge
+
+
+@pytest.mark.parametrize(
+    ("levels", "warmup"),
+    [
+        pytest.param([None] * 20, 1, id="no workers"),
+        pytest.param([4, 4, 4, 4, 4, 3, 4, 4], 4, id="full"),
+        pytest.param([4, 4, 4, 4, 3, 3, 2, 2, 1, 1, 0, 1, 0, 0, 1], 11, id="falling"),
+        pytest.param([4, 4, 4, 4, 3, 2, 1, None, None, 0, 1], 4, id="end of an epoch"),
+        pytest.param(list(range(90, 0, -1)), 17, id="falling for very long"),
+    ],
+)
+def test_measured_steps_move_on_while_they_use_up_loaded_batches(levels, warmup):
+    judge = ahead(*levels)
+    assert judge.settle()
+    assert judge.num_warmup_steps == warmup
+    assert [value.value for value in judge.times().values] == [step / 100 for step in range(warmup + 1, warmup + 5)]
+
+
+def test_measured_steps_that_cannot_move_on_are_taken_at_the_end():
+    judge = ahead(4, 4, 4, 4, 3, 2, 1, num_steps=4)
+    assert not judge.settle()
+    assert judge.settle(is_last=True) and judge.num_warmup_steps == 3

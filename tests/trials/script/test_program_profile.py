@@ -67,7 +67,7 @@ def test_two_ranks_of_an_unchanged_program(tmp_path):
         assert {bucket, mean} <= set(profile.collectives)
         assert profile.memory is not None
         held = {(one.module, one.what): one for one in profile.memory.tensors}
-        assert held["blocks.*.up", "optimizer state"].num_bytes == 3 * (2 * 4 * WEIGHTS_OF_UP + 2 * 4)
+        assert held["blocks.*.up", "optimiser state"].num_bytes == 3 * (2 * 4 * WEIGHTS_OF_UP + 2 * 4)
         assert held["blocks.*.up", "weights"].num_bytes == 3 * 4 * WEIGHTS_OF_UP
         assert profile.memory.peak_bytes > profile.memory.start_bytes
         assert [file.name for file in profile.files] == [f"rank{profile.rank}.trace.json.gz"]

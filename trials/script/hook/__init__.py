@@ -1,1 +1,1 @@
-"""Goes first on the PYTHONPATH of training programs, see :mod:`trials.script.command`; nothing of ours imports it."""
+"""First on the PYTHONPATH of training programs, see :mod:`trials.script.command`; not imported by this project."""

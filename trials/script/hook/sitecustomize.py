@@ -1,8 +1,8 @@
-"""Python imports this at start when its folder is on PYTHONPATH: an unchanged training program reports, and is tuned.
+"""Python imports this at start if its folder is on PYTHONPATH: it makes an unchanged training program report, and tunes
+it.
 
-Silent unless ``TUNE_CLUSTER_REPORT`` names a folder or ``TUNE_CLUSTER_KNOBS`` a file. A ``sitecustomize`` that this one
-hides is run as if this one were not there. Runs in whatever Python (3.8 or later) the program has, without any package
-of ours or of others.
+It does nothing unless ``TUNE_CLUSTER_REPORT`` names a folder or ``TUNE_CLUSTER_KNOBS`` a file. It also runs the
+``sitecustomize`` that it hides, if any. It supports every Python from 3.8 on, and needs no packages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _install() -> None:
-    """Whatever goes wrong here must not keep the program from training."""
+    """Install the hook; errors must not keep the program from training."""
     try:
         if _HERE not in sys.path:
             sys.path.insert(0, _HERE)
@@ -28,10 +28,10 @@ def _install() -> None:
 
 
 def _run_hidden() -> None:
-    """Python imports one module of this name only: run the one that it would have found without us.
+    """Run the module of the same name that Python would have found without this one; Python imports only one.
 
     Raises:
-        Exception: What that module raises; Python says so and goes on, as it would have without us.
+        Exception: raised by that module; Python reports it and continues, as it would have without this one.
     """
     path = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)

@@ -1,7 +1,7 @@
 """Counts the collectives of a step, their bytes, and the time that the program waits in them.
 
-Calls from Python are counted there. ``DistributedDataParallel`` reduces its buckets in C++ and records the times of its
-first iterations, which are read from it; a communication hook would change what it sends.
+Calls from Python are counted directly. ``DistributedDataParallel`` reduces its buckets in C++ and records the times of
+its first iterations, which are read from it; a communication hook would change what it sends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CALLS = (
 )
 """Functions of ``torch.distributed``."""
 FIRST, LAST = 3, 10
-"""Iterations of DistributedDataParallel whose times are read: it keeps those of the first ten, and builds its buckets
-again in the second."""
+"""Iterations of DistributedDataParallel with times to read: it records the first ten, and rebuilds its buckets in the
+second."""
 NANOSECOND = 1e-9
 
 
 class Collectives:
-    """Calls of the present step."""
+    """Collective calls of the current step."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -36,7 +36,7 @@ class Collectives:
         self._inside = threading.local()
 
     def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, with its calls counted and its time a section of the step."""
+        """Wrap ``call`` to count its calls and to time it as a section of the step."""
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -61,14 +61,14 @@ class Collectives:
         self._bytes += max(sizes, default=0)
 
     def take(self) -> dict[str, Any]:
-        """Calls and bytes since the last call of this; empty where there was none."""
+        """Return calls and bytes since the last call; empty if there were none."""
         calls, size = self._calls, self._bytes
         self._calls = self._bytes = 0
         return {"collectives": calls, "collective_bytes": size} if calls else {}
 
 
 def _bytes(value: Any) -> int:
-    """Bytes of a tensor or of a list of them."""
+    """Return the bytes of a tensor or of a list of them."""
     if hasattr(value, "element_size"):
         return int(value.numel() * value.element_size())
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
@@ -79,13 +79,13 @@ STEPS.collectives = COLLECTIVES
 
 
 def functions(module: Any) -> None:
-    """``torch.distributed.distributed_c10d``: before ``torch.distributed`` takes its functions from there."""
+    """Hook for ``torch.distributed.distributed_c10d``, before ``torch.distributed`` takes its functions from there."""
     for name in CALLS:
         if hasattr(module, name):
             setattr(module, name, COLLECTIVES.counted(getattr(module, name)))
 
 
-# ---- What DistributedDataParallel keeps of its buckets
+# ---- DistributedDataParallel's records of its buckets
 
 
 class Buckets:
@@ -97,17 +97,17 @@ class Buckets:
 
     @property
     def is_read(self) -> bool:
-        """Whether there is something to read after each step."""
+        """Whether there may be something to read after each step."""
         return self._wrapper() is not None
 
     def watch(self, module: Any) -> None:
-        """A module that may be such a wrapper."""
+        """Watch a module that may be such a wrapper."""
         if type(module).__name__ == "DistributedDataParallel":
             self._wrapper = weakref.ref(module)
 
     @guarded("buckets")
     def read(self) -> dict[str, Any]:
-        """Facts after a step; empty where there is no wrapper, or nothing new."""
+        """Return facts after a step; empty if there is no wrapper, or nothing new."""
         wrapper = self._wrapper()
         return {} if wrapper is None else self._of(wrapper._get_ddp_logging_data())
 

@@ -1,4 +1,4 @@
-"""Reads torch.compile's own counters: graphs, recompilations and graph breaks with reason and place, compile time."""
+"""Reads torch.compile's counters: graphs, recompilations and graph breaks with reason and place, compile time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class Compiler:
-    """Reads the compiler's own log, where the program has loaded it."""
+    """Reads the compiler's log, if the program has loaded the compiler."""
 
     def __init__(self) -> None:
         self._reported = 0
-        """Entries of the log that steps have reported."""
+        """Entries of the log that were already reported."""
         self._frames = -1
 
     @guarded("compiler")
     def take(self) -> dict[str, float]:
-        """Seconds of compilation since the last call of this; empty where nothing was compiled."""
+        """Return seconds of compilation since the last call; empty if nothing was compiled."""
         log = self._log()
         new, self._reported = log[self._reported :], len(log)
         seconds = sum((entry.duration_us or 0) / 1e6 for entry in new)
@@ -31,7 +31,7 @@ class Compiler:
 
     @guarded("compiler")
     def read(self) -> dict[str, Any]:
-        """Facts after a step; empty where nothing was compiled since the last one."""
+        """Return facts after a step; empty if nothing was compiled since the last one."""
         utils: Any = sys.modules.get("torch._dynamo.utils")
         counters: Any = getattr(utils, "counters", None)
         frames = counters.get("frames", {}).get("total", 0) if counters else 0
@@ -62,14 +62,14 @@ def _first_line(text: str) -> str:
 
 
 def _break(reason: str) -> str:
-    """The first line of a reason, with the innermost line of the program where it names one."""
+    """Return the first line of a reason, with the innermost line of the program if it names one."""
     places = _PLACE.findall(reason)
     where = f" ({places[-1][0].rpartition('/')[2]}:{places[-1][1]})" if places else ""
     return _first_line(reason) + where
 
 
 def before_compile(callback: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``callback`` when the program calls ``torch.compile``. Returns what ends that."""
+    """Call ``callback`` when the program calls ``torch.compile``. Return a function that ends this."""
     torch: Any = sys.modules["torch"]
     original = getattr(torch, "compile", None)
     if original is None:  # before PyTorch 2.0

@@ -1,6 +1,6 @@
-"""What the program is seen to do, from inside, during its first two steps: then all hooks on modules are removed.
+"""Facts about the program, observed from inside during its first two steps; then all hooks on modules are removed.
 
-Knobs that do not act are found by comparing this with the candidate: ranks that never met, a micro-batch of another
+Comparing them with the candidate shows knobs without effect: ranks that never communicate, a micro-batch of another
 size, parameters that are not sharded, layers that are not recomputed.
 """
 
@@ -21,17 +21,17 @@ from .roots import compiled_call, in_backward
 from .steps import STEPS, accelerator, emit, guarded
 from .watched_options import OPTIONS
 
-# ---- How many bytes of parameters this process holds, and how many the whole model has where that can be seen
+# ---- Parameter bytes of this process and, if visible, of the whole model
 
 
 def numel(parameter: Any) -> int:
-    """Elements of the whole parameter, as far as its own type knows."""
+    """Return the elements of the whole parameter, as far as its type shows."""
     whole = getattr(parameter, "ds_numel", None)
     return int(whole if whole is not None else parameter.numel())
 
 
 def local_numel(parameter: Any) -> int:
-    """Elements that this process holds when nothing is gathered."""
+    """Return the elements that this process holds when nothing is gathered."""
     for name in ("ds_tensor", "_local_tensor"):  # DeepSpeed's ZeRO-3, DTensor
         shard = getattr(parameter, name, None)
         if shard is not None:
@@ -40,7 +40,7 @@ def local_numel(parameter: Any) -> int:
 
 
 def facts(root: Any) -> dict[str, int]:
-    """``parameter_bytes_local`` and, if known, ``parameter_bytes_global`` and ``parameters``."""
+    """Return ``parameter_bytes_local`` and, if known, ``parameter_bytes_global`` and ``parameters``."""
     flat = _flat_parameters(root)
     local, whole, count = flat["local"], flat["whole"], flat["count"]
     sharded = bool(flat["whole"])
@@ -59,7 +59,7 @@ def facts(root: Any) -> dict[str, int]:
 
 
 def _flat_parameters(root: Any) -> dict[str, Any]:
-    """What FSDP's first version has flattened; their originals come back as ids, not to be counted twice."""
+    """Return parameters flattened by FSDP 1; their originals are returned as ids, so that they do not count twice."""
     sizes: dict[str, Any] = {"local": 0, "whole": 0, "count": 0}
     ids: set[int] = set()
     for module in root.modules():
@@ -77,7 +77,7 @@ def _flat_parameters(root: Any) -> dict[str, Any]:
 
 
 def _is_whole(root: Any, sharded: bool) -> bool:
-    """Whether what this process sees is the whole model: not a stage of a pipeline, no unmarked shards of tensors."""
+    """Whether this process sees the whole model: not a pipeline stage, no unmarked shards of tensors."""
     if any(name in sys.modules for name in ("megatron.core.parallel_state", "deepspeed.runtime.pipe.engine")) and any(
         "Pipeline" in type(module).__name__ or type(module).__module__.startswith("megatron.")
         for module in root.modules()
@@ -92,28 +92,28 @@ def _is_whole(root: Any, sharded: bool) -> bool:
 
 
 def _uses_pipelining() -> bool:
-    """Whether the program has imported what splits models into stages."""
+    """Whether the program has imported code that splits models into stages."""
     return "torch.distributed.pipelining.schedules" in sys.modules and world_size() > 1
 
 
 def world_size() -> int:
-    """Ranks of the default process group, 1 without one: then every process trains on its own."""
+    """Return the size of the default process group; 1 without one, as every process then trains alone."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 1
     return int(dist.get_world_size())
 
 
-# ---- Which parts of a model tell what a training program does: its root, its repeated layers, its linear layers
+# ---- The parts of a model that show what a program does: its root, its repeated layers, its linear layers
 
 MAX_LAYERS = 64
 MAX_LEAVES = 8
 
 
 def root_of(optimizer: Any) -> Any:
-    """The outermost module with most of an optimiser's parameters; else with most parameters; None if there is none.
+    """Return the outermost module with most of an optimiser's parameters, else with most parameters; None if none.
 
-    Python's garbage collector knows all modules: no hook has to be in place before the first step.
+    Python's garbage collector lists all modules, so no hook is needed before the first step.
     """
     kind = sys.modules["torch"].nn.Module
     modules = [found for found in gc.get_objects() if issubclass(type(found), kind) and "_modules" in found.__dict__]
@@ -130,9 +130,9 @@ def root_of(optimizer: Any) -> Any:
 
 
 def spine(root: Any) -> list[Any]:
-    """The root and, as long as one child holds more than half of the parameters, that child: wrappers come first.
+    """Return the root and, while one child holds more than half of the parameters, that child; wrappers come first.
 
-    Ends at what is compiled: hooks there would be traced.
+    It ends at compiled modules, in which hooks would be traced.
     """
     found: list[Any] = []
     module = root
@@ -150,23 +150,23 @@ def _weight(module: Any) -> int:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``torch.compile`` made this module, or is what calls it."""
+    """Whether ``torch.compile`` made this module, or it calls one that it made."""
     return type(module).__name__ == "OptimizedModule" or compiled_call(module) is not None
 
 
 def any_compiled(root: Any) -> bool:
-    """Whether any part of the model is compiled, or any function of the program was so far."""
+    """Whether any part of the model is compiled, or any function of the program was."""
     return any(is_compiled(module) for module in root.modules()) or was_compiled()
 
 
 def was_compiled() -> bool:
-    """Whether any function of the program was compiled so far."""
+    """Whether any function of the program has been compiled."""
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return bool(counters) and counters.get("frames", {}).get("ok", 0) > 0
 
 
 def layers(root: Any) -> list[list[Any]]:
-    """The repeated layers of a model: of each, itself and its first parts that hold parameters of their own."""
+    """Return the repeated layers of a model: for each, itself and its first parts that directly hold parameters."""
     groups: dict[int, list[Any]] = {}
     for module in root.modules():
         members: dict[type, list[Any]] = {}
@@ -185,15 +185,15 @@ def _leaves(layer: Any) -> list[Any]:
 
 
 def linears(root: Any) -> list[Any]:
-    """The first linear layers, those of Megatron and Transformer Engine among them."""
+    """Return the first linear layers, including Megatron's and Transformer Engine's."""
     return [module for module in root.modules() if "Linear" in type(module).__name__][:MAX_LEAVES]
 
 
-# ---- What the first steps show
+# ---- Observations in the first steps
 
 STEPS_SEEN = 1
 PATIENCE = 4
-"""Steps after which the hooks go, even if nothing was seen."""
+"""Steps after which the hooks are removed even if nothing was observed."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel")
 PACKAGES = (
     "torch torch_npu transformers accelerate deepspeed pytorch_lightning lightning megatron.core torchtitan peft trl "
@@ -202,7 +202,7 @@ PACKAGES = (
 
 
 class Calls:
-    """Forward calls of one module in the present step."""
+    """Forward calls of one module in the current step."""
 
     def __init__(self) -> None:
         self.forward = 0
@@ -212,12 +212,12 @@ class Calls:
         self.input: dict[str, int] = {}
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self.forward = self.backward = 0
 
 
 class Facts:
-    """Hooks on the model, from when it is known until enough was seen."""
+    """Hooks on the model, from when it is known until enough has been observed."""
 
     def __init__(self) -> None:
         self.wants_root = True
@@ -236,21 +236,21 @@ class Facts:
 
     @property
     def root(self) -> Any:
-        """The model that the program trains; None before it is known, and once the program has dropped it."""
+        """The model in training; None before it is known, and after the program has dropped it."""
         return self._root()
 
     @property
     def is_early(self) -> bool:
-        """Whether the first steps are not over yet."""
+        """Whether the first steps are still running."""
         return self._ends <= PATIENCE
 
     def root_of(self, optimizer: Any) -> Any:
-        """The model that an optimiser trains."""
+        """Return the model that an optimiser trains."""
         return root_of(optimizer)
 
     @guarded("model")
     def watch(self, root: Any) -> None:
-        """Looks at the model, and hooks into it as far as nothing is compiled."""
+        """Inspect the model, and hook into it where nothing is compiled."""
         self.wants_root = False
         if root is None:
             return
@@ -273,7 +273,7 @@ class Facts:
             self._handles.append(linear.register_forward_hook(self._saw_output))
 
     def step_ended(self, source: str) -> None:
-        """An optimiser step is over: says what is new. The next step's clock starts after that."""
+        """Report news after an optimiser step. The next step's clock starts after that."""
         is_reported, is_early = OPTIONS.report(source), self.is_early
         if is_early and not self._step_ended(source):
             self._give_up()
@@ -282,7 +282,7 @@ class Facts:
             STEPS.restart_clock(is_watched=bool(self._handles) or self._operators.is_on)
 
     def _give_up(self) -> None:
-        """Something failed, or is about to be compiled, which hooks and a look would be traced in or forbid."""
+        """Give up after a failure, or before a compilation, which would trace the hooks or forbid the inspection."""
         self._ends = PATIENCE + 1
         self._remove()
         self._operators.stop()
@@ -312,7 +312,7 @@ class Facts:
 
     @guarded("later facts")
     def _later(self, source: str) -> bool:
-        """After the first steps: what changes only now. Whether that took time."""
+        """Report changes after the first steps. Return whether that took time."""
         is_read = self._buckets.is_read
         found = (self._buckets.read() or {}) if is_read else {}
         found.update(COMPILER.read() or {})
@@ -327,7 +327,7 @@ class Facts:
 
     @guarded("parameters")
     def _of_model(self) -> dict[str, Any]:
-        """Sizes of the model, what wraps it and whether any of it is compiled, if it is known."""
+        """Return the model's sizes, its wrapper and whether any of it is compiled, if it is known."""
         if self.root is None:
             return {}
         wrappers = [type(module).__name__ for module in spine(self.root)]
@@ -341,7 +341,7 @@ class Facts:
         self._handles.clear()
 
     def _on_forward(self, module: Any, calls: Calls, with_input: bool = False) -> None:
-        """Counts the calls of a module, and the samples that it is given."""
+        """Count the calls of a module, and the samples in their arguments."""
 
         @guarded("calls of modules")
         def before(_: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -350,7 +350,7 @@ class Facts:
             if in_backward():
                 calls.backward += 1
                 return
-            if with_input and not sys.modules["torch"].is_grad_enabled():  # nothing is trained: an agent acts
+            if with_input and not sys.modules["torch"].is_grad_enabled():  # no training, e.g. an acting agent
                 return
             calls.forward += 1
             if with_input:
@@ -374,7 +374,7 @@ class Facts:
             self._dtype = str(tensor.dtype).rpartition(".")[2]
 
     def _of_calls(self) -> dict[str, Any]:
-        """Facts from the calls of this step; empty before the model was called."""
+        """Return facts from the calls of this step; empty before the model was called."""
         found: dict[str, Any] = {}
         outer = next((calls for calls in self._spine if calls.forward and calls.sizes), None)
         if outer is not None:
@@ -391,7 +391,7 @@ class Facts:
         return found
 
     def _of_layers(self) -> dict[str, Any]:
-        """How often a layer, or any part of it, runs for one forward pass: again in the backward pass if recomputed."""
+        """Return how often a layer, or any part of it, runs per forward pass; recomputed ones run again backward."""
         ratios = [
             max((1 + calls.backward / calls.forward for calls in layer if calls.forward), default=0.0)
             for layer in self._layers
@@ -404,7 +404,7 @@ class Facts:
 
 
 def _first_tensor(value: Any, depth: int = 3) -> Any:
-    """The first tensor with a batch dimension in a call's arguments; None if there is none."""
+    """Return the first tensor with a batch dimension in a call's arguments; None if there is none."""
     if hasattr(value, "dim") and hasattr(value, "shape"):
         return value if value.dim() else None
     if not depth or isinstance(value, str):
@@ -414,7 +414,8 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
 
 
 def sequence_length(batch: Any, depth: int = 2) -> int:
-    """Tokens of a batch's samples: the second size of its first tensor of integers that has one; 0 without any."""
+    """Return the tokens per sample: the second size of the batch's first integer tensor with one; 0 if there is
+    none."""
     if hasattr(batch, "dim") and hasattr(batch, "is_floating_point"):
         return int(batch.shape[1]) if batch.dim() > 1 and not batch.is_floating_point() else 0
     if not depth or isinstance(batch, str):
@@ -425,7 +426,7 @@ def sequence_length(batch: Any, depth: int = 2) -> int:
 
 @guarded("device")
 def _device() -> dict[str, str]:
-    """What the accelerator in use calls itself."""
+    """Return the name of the accelerator in use."""
     backend = accelerator()
     name = getattr(backend, "get_device_name", None)
     return {"device_name": str(name())} if name is not None else {}

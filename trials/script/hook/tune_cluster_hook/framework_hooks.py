@@ -1,4 +1,4 @@
-"""Where steps are seen: PyTorch itself, DeepSpeed, the Trainer of transformers, Lightning."""
+"""Hooks that detect steps: in PyTorch itself, DeepSpeed, transformers' Trainer, and Lightning."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from .steps import (
     stop_at,
 )
 
-# ---- Plain PyTorch: steps from torch's hook for all optimisers, losses from backward, waiting from its data loader
+# ---- Plain PyTorch: steps from the hook for all optimisers, losses from backward, waiting from its data loader
 
 TORCH = "hook:torch"
 UNSCALED = "_tune_cluster_unscaled"
-"""Attribute of a loss that a gradient scaler has scaled: the loss itself."""
+"""Attribute of a loss scaled by a gradient scaler: the unscaled loss."""
 PATIENCE = 20
 
 
 class Primary:
-    """The optimiser whose steps count; others of the same program step beside it."""
+    """The optimiser whose steps count; other optimisers of the program may step too."""
 
     def __init__(self) -> None:
         self._optimizer: Callable[[], Any] | None = None
         self._others = 0
 
     def is_(self, optimizer: Any) -> bool:
-        """The first one, until it is gone or rests while another goes on."""
+        """Whether it is the first optimiser, or replaces one that is gone or rests while another continues."""
         current = self._optimizer() if self._optimizer is not None else None
         if current is optimizer:
             self._others = 0
@@ -58,7 +58,7 @@ class Primary:
 
 _primary = Primary()
 _stepped = 0
-"""How often the hook below ran: a gradient scaler that skips a step does not lead to it."""
+"""How often the hook below ran; it does not run if a gradient scaler skips a step."""
 
 
 @guarded("optimiser")
@@ -78,20 +78,20 @@ def _boundary(optimizer: Any, **values: Any) -> None:
 
 
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """The hook; leaves no trace in an optimiser step that is compiled or recorded into a graph of the device."""
+    """Hook after a step; leaves no trace in a step that is compiled or captured in a device graph."""
     if not (is_compiling() or is_capturing(accelerator())):
         step_parts.after_step()
         _after_step(optimizer)
 
 
 def optimizers(module: Any) -> None:
-    """``torch.optim.optimizer``."""
+    """Hook for ``torch.optim.optimizer``."""
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is not None:
         register(after_step)
         module.register_optimizer_step_pre_hook(step_parts.before_step)
         return
-    # PyTorch 1.13 has no such hook: every optimiser's class is patched when the first one is made.
+    # PyTorch 1.13 lacks this hook: every optimiser's class is patched when its first instance is created.
     made = module.Optimizer.__init__
 
     @functools.wraps(made)
@@ -127,7 +127,7 @@ def _depth() -> int:
 
 
 class outer_backward:  # noqa: N801  # reads as a statement
-    """While a framework runs a backward pass whose loss it has reported, torch's own is not counted."""
+    """Context of a framework's backward pass whose loss is already reported; torch's own is not counted."""
 
     def __enter__(self) -> None:
         _inside.depth = _depth() + 1
@@ -138,7 +138,7 @@ class outer_backward:  # noqa: N801  # reads as a statement
 
 @guarded("losses")
 def record_loss(tensors: Any, grad_tensors: Any = None) -> None:
-    """Keeps the loss that a backward pass begins with; anything but a single number is no loss."""
+    """Record the loss at the start of a backward pass; anything but a single number is not a loss."""
     loss: Any = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
     if grad_tensors is not None or not hasattr(loss, "numel") or loss.numel() != 1:
         return
@@ -147,7 +147,7 @@ def record_loss(tensors: Any, grad_tensors: Any = None) -> None:
 
 
 def _divisor(loss: Any) -> float | None:
-    """By what a loss was divided in the last operation that made it, None if that was none or cannot be seen."""
+    """Return the divisor if the last operation on a loss was a division; None if not, or if it is not visible."""
     node = loss.grad_fn
     name = type(node).__name__
     if name not in ("DivBackward0", "MulBackward0") or not hasattr(node, "_saved_other"):
@@ -161,7 +161,7 @@ def _divisor(loss: Any) -> float | None:
 
 
 def backward(module: Any) -> None:
-    """``torch.autograd``: ``Tensor.backward`` comes by as well."""
+    """Hook for ``torch.autograd``, through which ``Tensor.backward`` also goes."""
     original = module.backward
 
     @functools.wraps(original)
@@ -181,9 +181,9 @@ def backward(module: Any) -> None:
 
 
 def grad_scaler(module: Any) -> None:
-    """``torch.amp.grad_scaler``: remembers losses as they were, sees steps that are skipped."""
+    """Hook for ``torch.amp.grad_scaler``: records unscaled losses, and detects skipped steps."""
     scaler = module.GradScaler
-    if "step" not in vars(scaler):  # that of CUDA inherits what is watched already: a skipped step would count twice
+    if "step" not in vars(scaler):  # CUDA's inherits a method already watched: a skipped step would count twice
         return
     scale, step = scaler.scale, scaler.step
 
@@ -207,7 +207,7 @@ def grad_scaler(module: Any) -> None:
 
 @guarded("gradient scaler")
 def _unseen(scaler: Any, optimizer: Any) -> None:
-    """An optimiser was to step and our hook did not run: the step was skipped, or is compiled."""
+    """Record that an optimiser should have stepped without the hook running: the step was skipped, or is compiled."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if STEPS.level == GENERIC and _primary.is_(inner):
         _boundary(inner, **({"skipped": True} if _overflowed(scaler, optimizer) else {}))
@@ -220,7 +220,7 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
 
 
 def data_loader(module: Any) -> None:
-    """``torch.utils.data.dataloader``: how long the program waits for a batch."""
+    """Hook for ``torch.utils.data.dataloader``: how long the program waits for a batch."""
     iterator = module._BaseDataLoaderIter
     original = iterator.__next__
 
@@ -246,8 +246,8 @@ _main_thread = threading.main_thread().ident
 
 @guarded("items")
 def _before_batch(iterator: Any) -> Any:
-    """State of the random generators, if the batch may show whether its items draw: the first one shows what the
-    sampler draws."""
+    """Return the state of the random generators if the batch may show whether its items draw; the first batch shows
+    what the sampler draws."""
     is_first = iterator._num_yielded == 0 or threading.get_ident() != _main_thread
     if STEPS.items_draw is not None or iterator._num_workers or is_first:
         return None
@@ -256,17 +256,20 @@ def _before_batch(iterator: Any) -> Any:
 
 @guarded("loader")
 def _loaded(iterator: Any, batch: Any, before: Any) -> None:
-    """Which loader gives batches while gradients are wanted, how long the samples of a batch of sequences are, and
+    """Record which loader gives batches while gradients are on, the length of samples in a batch of sequences, and
     whether items draw random numbers."""
     PARTS.has_loader = True
     if before is not None and batch is not None:
         STEPS.items_draw = before != generator_states()
-    if FACTS.is_early and sys.modules["torch"].is_grad_enabled():
-        STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
     STEPS.saw_length(sequence_length(batch))
+    if not sys.modules["torch"].is_grad_enabled():
+        return
+    STEPS.reads(iterator)
+    if FACTS.is_early:
+        STEPS.loads(int(iterator._num_workers), getattr(iterator._index_sampler, "batch_size", None))
 
 
-# ---- DeepSpeed: a step is what its engine does at the boundary of gradient accumulation, in pipelines as well
+# ---- DeepSpeed: its engine's action at the boundary of gradient accumulation is a step, in pipelines too
 
 DEEPSPEED = "hook:deepspeed"
 
@@ -291,7 +294,7 @@ def _claim() -> None:
 
 
 def engine(module: Any) -> None:
-    """``deepspeed.runtime.engine``."""
+    """Hook for ``deepspeed.runtime.engine``."""
     kind = module.DeepSpeedEngine
     name = "_take_model_step" if hasattr(kind, "_take_model_step") else "step"
     step, timed = getattr(kind, name), PARTS.during(BACKWARD, kind.backward)
@@ -318,16 +321,16 @@ def engine(module: Any) -> None:
     kind.backward = backward_watched
 
 
-# ---- The Trainer of transformers: a callback in every one, and the loss of every micro-batch at full precision
+# ---- transformers' Trainer: a callback in every instance, and the loss of every micro-batch at full precision
 #
-# What it logs is rounded in some releases, and where the loss is not a number the running mean stands in for it
-# (``logging_nan_inf_filter``); what ``training_step`` returns is neither.
+# Some releases round the logged loss, and replace a non-finite one by the running mean (``logging_nan_inf_filter``);
+# the result of ``training_step`` is unchanged.
 
 TRANSFORMERS = "hook:transformers"
 
 
 class Loop:
-    """What is known of the Trainer that trains now."""
+    """State of the current Trainer."""
 
     def __init__(self) -> None:
         self._micro: list[Any] = []
@@ -337,29 +340,29 @@ class Loop:
 
     @guarded("Trainer begins")
     def begin(self, args: Any, state: Any) -> None:
-        """Training begins."""
+        """Start of training."""
         STEPS.claim(TRAINER)
         self._micro.clear()
         self._tokens = int(getattr(state, "num_input_tokens_seen", 0) or 0)
-        # Otherwise padding counts, of which larger micro-batches have more.
+        # Otherwise padding counts, and larger micro-batches have more of it.
         self._counts = getattr(args, "include_num_input_tokens_seen", None) == "non_padding"
         self._logged = int(state.global_step)
         STEPS.begin(TRANSFORMERS, world_size=int(args.world_size))
 
     @guarded("Trainer's model")
     def watch(self, model: Any) -> None:
-        """The model as it is about to be called, with all its wrappers."""
+        """Watch the model just before its call, with all its wrappers."""
         if FACTS.wants_root:
             FACTS.watch(model)
 
     @guarded("Trainer's loss")
     def micro_batch(self, loss: Any) -> None:
-        """The loss of a micro-batch, divided by how many there are."""
+        """Add the loss of a micro-batch, already divided by their number."""
         self._micro.append(loss.detach())
 
     @guarded("Trainer's step")
     def step_ended(self, state: Any, control: Any) -> None:
-        """An optimiser step is over; its log follows, perhaps."""
+        """End of an optimiser step; its log may follow."""
         if not STEPS.claim(TRAINER):
             return
         STEPS.boundary(TRANSFORMERS, hold=True, **self._tokens_seen(state))
@@ -381,7 +384,7 @@ class Loop:
 
     @guarded("Trainer's log")
     def logged(self, state: Any, logs: dict[str, Any]) -> None:
-        """Takes the mean over all ranks in place of this rank's loss, if it speaks of one step and is not rounded."""
+        """Replace this rank's loss by the mean over all ranks, if that is for one step and not rounded."""
         steps, self._logged = int(state.global_step) - self._logged, int(state.global_step)
         loss, own = logs.get("loss"), STEPS.pending("loss")
         if loss is not None and steps == 1 and _is_exact(loss) and (own is None or math.isfinite(own)):
@@ -392,17 +395,17 @@ class Loop:
 
     @guarded("Trainer goes on")
     def step_begins(self) -> None:
-        """Nothing more is coming for the last step."""
+        """Finish the previous step, for which nothing more will come."""
         STEPS.flush()
 
     @guarded("Trainer ends")
     def end(self) -> None:
-        """Training is over."""
+        """End of training."""
         STEPS.end(TRANSFORMERS)
 
 
 def _is_exact(loss: Any) -> bool:
-    """Releases before 5 round the loss that they log to four digits behind the point."""
+    """Whether the logged loss is exact: releases before 5 round it to four decimals."""
     return isinstance(loss, (int, float)) and round(loss, 4) != loss
 
 
@@ -411,14 +414,14 @@ _trainer_callback: type[Any] | None = None
 
 
 def callback() -> type[Any]:
-    """The class of the callback, made when transformers is there."""
+    """Return the class of the callback, created when transformers has been imported."""
     global _trainer_callback
     if _trainer_callback is not None:
         return _trainer_callback
     base: Any = sys.modules["transformers.trainer_callback"].TrainerCallback
 
     class TuneClusterCallback(base):  # type: ignore[misc]
-        """Tells :data:`LOOP` what happens."""
+        """Forwards events to :data:`LOOP`."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             LOOP.begin(args, state)
@@ -445,7 +448,8 @@ def _add_callback(trainer: Any) -> None:
 
 
 def trainer(module: Any) -> None:
-    """``transformers.trainer``. Its list of default callbacks is left alone: ms-swift and others replace it."""
+    """Hook for ``transformers.trainer``. It leaves the default callbacks alone, because ms-swift and others replace
+    them."""
     kind = module.Trainer
     made, step = kind.__init__, kind.training_step
 
@@ -464,13 +468,13 @@ def trainer(module: Any) -> None:
     kind.__init__, kind.training_step = initialise, training_step
 
 
-# ---- Lightning: a callback that its Trainer finds through the entry points of the distribution beside this package
+# ---- Lightning: a callback that its Trainer finds through the entry points of the distribution next to this package
 
 LIGHTNING = "hook:lightning"
 
 
 class Fit:
-    """What is known of the fit that runs now."""
+    """State of the current fit."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -478,7 +482,7 @@ class Fit:
 
     @guarded("Lightning begins")
     def begin(self, trainer: Any) -> None:
-        """Training begins, with the model wrapped as it will be called."""
+        """Start of training, with the model wrapped for its calls."""
         STEPS.claim(TRAINER)
         self._seen = int(trainer.global_step)
         self._micro.clear()
@@ -489,7 +493,7 @@ class Fit:
 
     @guarded("Lightning's batch")
     def batch_ended(self, trainer: Any, outputs: Any) -> None:
-        """A micro-batch is over, and with the last one the step. Losses are divided by their number already."""
+        """End of a micro-batch, and with the last one, of the step. Losses are already divided by their number."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and hasattr(loss, "detach"):
             self._micro.append(loss.detach())
@@ -513,7 +517,7 @@ class Fit:
 
     @guarded("Lightning ends")
     def end(self) -> None:
-        """Training is over."""
+        """End of training."""
         STEPS.end(LIGHTNING)
 
 
@@ -521,7 +525,7 @@ FIT = Fit()
 
 
 def callbacks() -> list[Any]:
-    """The entry point."""
+    """Return the callbacks; the entry point."""
     if not os.environ.get(FOLDER_VARIABLE):
         return []
     try:
@@ -535,7 +539,7 @@ def _lightning_callback() -> Any:
     base: Any = sys.modules[name].Callback
 
     class TuneClusterCallback(base):  # type: ignore[misc]
-        """Tells :data:`FIT` what happens."""
+        """Forwards events to :data:`FIT`."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             FIT.begin(trainer)

@@ -1,4 +1,4 @@
-"""Puts the hooks in place, before the program runs: frameworks get theirs right after they are imported."""
+"""Installs the hooks before the program runs; frameworks get theirs directly after their import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "transformers.trainer": (framework_hooks.trainer,),
     "deepspeed.runtime.engine": (framework_hooks.engine,),
 }
-"""What happens when the program has imported a module. Lightning needs none, see :mod:`.framework_hooks`."""
+"""Hooks to run after the program has imported a module. Lightning needs none, see :mod:`.framework_hooks`."""
 
 KNOB_HOOKS: dict[str, Hook] = {
     "torch.amp.autocast_mode": model_knobs.autocast,
@@ -55,20 +55,20 @@ KNOB_HOOKS: dict[str, Hook] = {
     "torch.utils.data.dataloader": loader_knobs.data_loader,
     "transformers.training_args": process_knobs.training_arguments,
 }
-"""The same for knobs, where a file of them is named."""
+"""The same for knobs, if a file of them is set."""
 
 LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
-"""What launchers raise when a process of theirs has failed, which tells of itself."""
+"""Errors that launchers raise when a child process has failed, which reports its own error."""
 
 
 class AfterImport:
-    """Finds modules that have hooks as Python does, and runs the hooks once they are imported."""
+    """Finder of modules with hooks; runs the hooks after their import."""
 
     def __init__(self, hooks: dict[str, tuple[Hook, ...]]) -> None:
         self._hooks = hooks
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        """The usual spec, with a loader that runs the hook as well; None for all other modules."""
+        """Return the usual spec, with a loader that also runs the hook; None for all other modules."""
         hooks = self._hooks.get(name)
         if hooks is None:
             return None
@@ -100,7 +100,7 @@ class AfterImport:
 
 
 def install() -> None:
-    """Called by ``sitecustomize`` in every Python that the trial starts, launchers and helpers among them."""
+    """Install the hooks; ``sitecustomize`` calls it in every Python of the trial, including launchers and helpers."""
     hooks = dict(HOOKS) if os.environ.get(steps.FOLDER_VARIABLE) else {}
     if os.environ.get(KNOBS_VARIABLE):
         for name, hook in _knob_hooks().items():
@@ -111,7 +111,7 @@ def install() -> None:
     sys.meta_path.insert(0, AfterImport(hooks))
     if not os.environ.get(steps.FOLDER_VARIABLE):
         return
-    if "argparse" in sys.modules:  # other start-up files of Python may have imported it
+    if "argparse" in sys.modules:  # other start-up files of Python may already have imported it
         steps.guarded("argparse")(watched_options.argparse)(sys.modules["argparse"])
     steps.guarded("environment")(watched_options.environment)()
     STEPS.stack_signal = _register_stacks()
@@ -122,7 +122,7 @@ def install() -> None:
 
 
 def _knob_hooks() -> dict[str, Hook]:
-    """Reads the file of knobs; if it cannot be read, the program trains unchanged, with a warning."""
+    """Read the file of knobs; if that fails, the program trains unchanged, with a warning."""
     try:
         KNOBS.read(os.environ[KNOBS_VARIABLE])
     except (OSError, ValueError) as error:
@@ -140,7 +140,7 @@ def _knob_hooks() -> dict[str, Hook]:
 
 
 def _register_stacks() -> bool:
-    """Whether SIGUSR1 makes this process write the stacks of its threads, rather than end it."""
+    """Whether SIGUSR1 now makes this process write the stacks of its threads instead of ending it."""
     try:
         if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
             return False
@@ -151,7 +151,7 @@ def _register_stacks() -> bool:
 
 
 _reported: set[int] = set()
-"""Errors that were reported, by identity."""
+"""Identities of errors already reported."""
 
 
 def _report(error: Any, **values: Any) -> None:
@@ -167,7 +167,7 @@ def _report(error: Any, **values: Any) -> None:
 
 
 def _watch_errors() -> None:
-    """Reports the error that ends the program, or a thread of it, and lets Python go on as before."""
+    """Report the error that ends the program or one of its threads; Python then proceeds as usual."""
     shown, thread_shown = sys.excepthook, threading.excepthook
 
     def excepthook(kind: Any, error: Any, traceback: Any) -> None:
@@ -183,7 +183,7 @@ def _watch_errors() -> None:
 
 @steps.guarded("exit")
 def _at_exit() -> None:
-    """An error that another excepthook has shown, and the last line."""
+    """Report an error that another excepthook has handled, and write the last line."""
     _report(getattr(sys, "last_value", None))
     OPTIONS.report("hook:torch")
     if not _reported:

@@ -55,7 +55,7 @@ Seen = Callable[[], "tuple[str, str]"]
 
 
 class ProgramTraits:
-    """Settings that the program makes itself, and its fingerprint."""
+    """Settings made by the program itself, and its fingerprint."""
 
     def __init__(self) -> None:
         self.has_autocast = False
@@ -63,11 +63,11 @@ class ProgramTraits:
         self.has_no_sync = False
         self.has_checkpoint = False
         self.loader: str | None = None
-        """Where the loader that feeds training is made: file, line, and which of several made there."""
+        """Place at which the training loader is created: file, line, and index if the line creates several."""
         self.roots: list[str] = []
 
     def met(self, root: Root) -> str:
-        """Notes a root. Returns its description."""
+        """Record a root. Return its description."""
         model = root.model
         block = repeated_block(model)
         description = f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters"
@@ -76,7 +76,7 @@ class ProgramTraits:
         return description
 
     def fingerprint(self) -> dict[str, Any]:
-        """The fingerprint, after the first steps."""
+        """Return the fingerprint, after the first steps."""
         return {
             "torch": torch_version(),
             "roots": self.roots,
@@ -89,7 +89,7 @@ class ProgramTraits:
 
 
 def torch_version() -> str:
-    """Major and minor version of PyTorch."""
+    """Return major and minor version of PyTorch."""
     return ".".join(str(sys.modules["torch"].__version__).split(".")[:2])
 
 
@@ -100,7 +100,7 @@ class Knobs:
         self.wanted: dict[str, Any] = {}
         self.traits = ProgramTraits()
         self.mismatch: str | None = None
-        """How the program differs from the one that the file was written for."""
+        """Difference between the program and the one that the file was written for."""
         self._fingerprint: dict[str, Any] | None = None
         self._expect: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
@@ -109,11 +109,11 @@ class Knobs:
         self._is_reported = False
 
     def read(self, path: str) -> None:
-        """Reads the file.
+        """Read the file.
 
         Raises:
             OSError: It cannot be read.
-            ValueError: It is no such file.
+            ValueError: It is not a file of knobs.
         """
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
@@ -126,12 +126,12 @@ class Knobs:
                 self.refuse(name, "unknown knob")
 
     def value(self, name: str) -> Any:
-        """What is wanted of a knob that was not refused; None: nothing."""
+        """Return the value for a knob that was not refused; None if there is none."""
         return None if name in self._refused or self.mismatch is not None else self.wanted.get(name)
 
     def refuse(self, name: str, reason: str) -> None:
-        """The program cannot take a knob: what was done of it is undone after the first steps, with no backward pass
-        under way that expects it."""
+        """Refuse a knob that the program cannot take. What was done is undone after the first steps, when no backward
+        pass depends on it."""
         if name not in self.wanted or name in self._refused:
             return
         self._refused[name] = reason
@@ -144,7 +144,7 @@ class Knobs:
         self._notice({name: (REFUSED, reason)})
 
     def attempt(self, name: str, apply: Callable[..., str | None], *args: Any) -> None:
-        """Applies a knob: refused for the reason that ``apply`` returns, or the error that it raises."""
+        """Apply a knob; refuse it for the reason that ``apply`` returns or the error that it raises."""
         try:
             reason = apply(*args)
         except Exception as error:
@@ -153,22 +153,22 @@ class Knobs:
             self.refuse(name, reason)
 
     def applied(self, name: str, seen: Seen, undo: Callable[[], None] | None = None) -> None:
-        """A knob is set, once for each root that it is set for.
+        """Record that a knob is set, once for each root that it is set for.
 
         Args:
-            seen: Whether it acts, to be called after the first steps.
-            undo: Takes it back, if that turns out to be needed.
+            seen: Check of its effect, called after the first steps.
+            undo: Function that reverts it if necessary.
         """
         self._seen.setdefault(name, []).append(seen)
         if undo is not None:
             self._undo.setdefault(name, []).append(undo)
 
     def is_set(self, name: str) -> bool:
-        """Whether a knob was set, for an earlier root perhaps."""
+        """Whether a knob was set, perhaps for an earlier root."""
         return name in self._seen
 
     def is_expected(self, **found: Any) -> bool:
-        """Compares what is known so far with the file's fingerprint; nothing is applied from the first difference on.
+        """Compare the facts so far with the file's fingerprint; after the first difference nothing more is applied.
 
         Values of lists are looked up in the fingerprint's list.
         """
@@ -180,12 +180,12 @@ class Knobs:
         return self.mismatch is None
 
     def is_loader_expected(self, site: str) -> bool:
-        """Whether a loader made there is the one that the file is for; True if it names none."""
+        """Whether a loader created there is the one that the file is for; True if it names none."""
         wanted = (self._fingerprint or {}).get("loader")
         return wanted is None or site == wanted
 
     def meet(self, root: Root, args: Any, kwargs: Any) -> None:
-        """A root before its first call: is it the program's model?"""
+        """Check before a root's first call whether it is the program's model."""
         torch = sys.modules["torch"]
         self.traits.has_autocast = self.traits.has_autocast or is_autocast_on(torch)
         self.is_expected(
@@ -198,7 +198,7 @@ class Knobs:
 
     @guarded("knobs reported")
     def report(self) -> None:
-        """Reports what became of each knob, once; in a process that trains nothing, nothing."""
+        """Report the outcome of each knob, once; nothing in a process without training."""
         if self._is_reported or not ROOTS.found:
             return
         self._is_reported = True
@@ -232,7 +232,7 @@ class Knobs:
         return state, "; ".join(dict.fromkeys(detail for _, detail in seen))
 
     def _notice(self, outcomes: dict[str, tuple[str, str]]) -> None:
-        """Prints to stderr, outside of trials: a line for all knobs that are applied, and one for each that is not."""
+        """Print to stderr, outside of trials: one line for all applied knobs, and one for each other knob."""
         if os.environ.get(FOLDER_VARIABLE) or os.environ.get("RANK", "0") != "0":
             return
         done = [f"{name} ({detail})" for name, (state, detail) in outcomes.items() if state == APPLIED]
@@ -265,7 +265,7 @@ MISSING.update(
 
 
 def is_autocast_on(torch: Any) -> bool:
-    """Whether any autocast is on, of whatever device."""
+    """Whether autocast is on for any device."""
     if torch.is_autocast_enabled():
         return True
     return hasattr(torch, "is_autocast_cpu_enabled") and _cpu_autocast(torch)
@@ -286,12 +286,12 @@ KNOBS = Knobs()
 
 
 def accelerator_missing(torch: Any) -> str | None:
-    """Why a knob of GPUs cannot act; None: there is one."""
+    """Return why a GPU knob cannot take effect; None if there is a GPU."""
     return None if torch.cuda.is_available() else "no accelerator"
 
 
 def sharded(model: Any) -> str | None:
-    """Why knobs of the model are refused for it; None: it is whole on this rank."""
+    """Return why knobs of the model are refused for it; None if it is whole on this rank."""
     for module in model.modules():
         name = type(module).__name__
         if name in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):

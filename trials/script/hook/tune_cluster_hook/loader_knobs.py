@@ -1,8 +1,8 @@
 """Sets knobs of the program's DataLoader: workers, prefetch, pinned memory, persistent workers, and the hill climb.
 
-Settings are changed when a loader is first iterated before any training step, and on the loader that was iterated last
-before the first training call; loaders of later evaluations stay as they are. Data set, sampler, collate function and
-order do not change. Items are tried in a forked process only, so that this process opens, draws and counts nothing.
+Settings change in two cases: when a loader is first iterated before any training step, and on the loader iterated last
+before the first training call. Loaders of later evaluations stay unchanged, as do data set, sampler, collate function
+and order. Items are tried only in a forked process, so this process opens, draws and counts nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 PREFETCH = 2
 WORKERS = (0, 1, 2, 4, 8, 16, 32)
 GAIN = 0.95
-"""The climb goes on while more workers take less than this part of the time."""
+"""The climb continues while more workers take less than this fraction of the time."""
 CLIMB_S = 6.0
 POINT_S = 1.0
 BATCHES = 24
@@ -39,7 +39,7 @@ PLACES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", "<stri
 
 
 class LoaderPlace:
-    """Where a loader is made, and what of it is known."""
+    """Place at which a loader is created, and facts about the loader."""
 
     def __init__(self, site: str) -> None:
         self.site = site
@@ -47,15 +47,16 @@ class LoaderPlace:
         self.workers = 0
         self.prefetch: int | None = None
         self.is_pinned = False
-        """What the last iterator began with; kept alive, it would keep its workers when the program has left it."""
+        """Setting of the last iterator; keeping the iterator itself would keep its workers after the program has
+        dropped it."""
         self.items: dict[str, Any] = {}
-        """What the forked process has seen of an item: ``draws``, ``error``, ``device``."""
+        """Observations of an item in the forked process: ``draws``, ``error``, ``device``."""
         self.climb: dict[str, float] = {}
         self.attributes: Any = None
         self.problem: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a loader get None in its place."""
+        """Replace it by None in copies and pickles of a loader."""
         return type(None), ()
 
 
@@ -69,16 +70,16 @@ class Loaders:
         self.last: Callable[[], Any] = lambda: None
         """The loader that was iterated last."""
         self.training: str | None = None
-        """Where the loader that feeds training is made, once it has."""
+        """Place at which the training loader is created, once known."""
 
     def made(self, loader: Any) -> None:
-        """A loader is made: which of those of this line, since one of them was iterated."""
+        """Record a new loader, and its index among those created by this line since one of them was iterated."""
         line = _site()
         loader.__dict__[self.ATTRIBUTE] = LoaderPlace(f"{line}#{self._made[line]}")
         self._made[line] += 1
 
     def iterated(self, loader: Any) -> None:
-        """Before a loader's iterator is made."""
+        """Act before a loader's iterator is created."""
         place = loader.__dict__.get(self.ATTRIBUTE)
         if place is None:
             return
@@ -96,7 +97,7 @@ class Loaders:
             _keep_workers(loader, place)
 
     def feeds(self, root: Root, args: Any, kwargs: Any) -> None:
-        """The first training call: the loader iterated last has fed it."""
+        """Record at the first training call that the loader iterated last has fed it."""
         loader = self.last()
         if self.training is not None or loader is None:
             return
@@ -118,7 +119,7 @@ LOADERS = Loaders()
 
 
 def data_loader(module: Any) -> None:
-    """``torch.utils.data.dataloader``."""
+    """Hook for ``torch.utils.data.dataloader``."""
     kind = module.DataLoader
     made, iterate = kind.__init__, kind.__iter__
 
@@ -146,21 +147,21 @@ def _begun(loader: Any, iterator: Any) -> None:
     place.is_pinned = bool(getattr(iterator, "_pin_memory", False))
     if LOADERS.training is not None:
         return
-    LOADERS.last = lambda: loader  # until the first backward pass: a program may hold its iterator only
+    LOADERS.last = lambda: loader  # until the first backward pass: a program may hold only its iterator
     if place.is_tuned and getattr(iterator, "_workers", None):
         _check_first_batch(iterator)
 
 
 def _check_first_batch(iterator: Any) -> None:
-    """Refuses a program that draws random numbers before its first batch: without workers the sampler draws after it.
+    """Refuse a program that draws random numbers before its first batch: without workers, the sampler draws after it.
 
-    For one call the iterator is of a class of its own.
+    For one call, the iterator has a different class.
     """
     torch = sys.modules["torch"]
     kind, state = type(iterator), torch.get_rng_state()
 
     class FirstBatch(kind):  # type: ignore[misc, valid-type]
-        """Gives one batch, and is what it was."""
+        """Returns one batch, then becomes its original class again."""
 
         def __next__(self) -> Any:
             self.__class__ = kind
@@ -174,7 +175,7 @@ def _check_first_batch(iterator: Any) -> None:
 
 
 def _site() -> str:
-    """File and line of the program that make a loader."""
+    """Return the program's file and line that create a loader."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -195,7 +196,7 @@ def _tuned(loader: Any, place: LoaderPlace) -> str | None:
 
 
 def tune(loader: Any, place: LoaderPlace) -> str | None:
-    """Changes the loader's settings. Returns why it cannot take them."""
+    """Change the loader's settings. Return why it cannot take them."""
     torch = sys.modules["torch"]
     if KNOBS.value("pin_memory") is not None:
         reason = accelerator_missing(torch) if KNOBS.value("pin_memory") else None
@@ -241,14 +242,14 @@ def _workers_problem(loader: Any, place: LoaderPlace, wanted: Any) -> str | None
 
 
 def _climbed(place: LoaderPlace) -> int:
-    """The fewest workers that are about as fast as the fastest."""
+    """Return the fewest workers that are about as fast as the fastest."""
     table = {int(count): seconds for count, seconds in place.climb.items()}
     fastest = min(table.values(), default=0.0)
     return min((count for count, seconds in table.items() if seconds <= fastest / GAIN), default=0)
 
 
 def _keep_workers(loader: Any, place: LoaderPlace) -> None:
-    """Workers hold a copy of the data set: where the program changed it, new ones are started."""
+    """Start new workers if the program has changed the data set, of which they hold a copy."""
     now = _attributes(loader.dataset)
     if now != place.attributes:
         loader.__dict__["persistent_workers"] = False
@@ -257,7 +258,7 @@ def _keep_workers(loader: Any, place: LoaderPlace) -> None:
 
 
 def _attributes(data_set: Any) -> list[Any]:
-    """Plain values of a data set, and of the objects in it: a change of one of them is seen."""
+    """Return plain values of a data set and of the objects in it, to detect changes."""
     found: list[Any] = []
     seen: set[int] = set()
     todo = collections.deque([(data_set, 3)])
@@ -276,11 +277,11 @@ def _attributes(data_set: Any) -> list[Any]:
     return found
 
 
-# ---- What workers can do, seen in a forked process
+# ---- Observations of workers in a forked process
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """Run ``function`` in a fork of this process, which stays unchanged. Returns its result as JSON; None: none."""
+    """Run ``function`` in a fork of this process, which stays unchanged. Return its result as JSON; None if none."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a process with threads forks, as torch itself does for workers
@@ -308,7 +309,7 @@ def _answer(function: Callable[[], Any], writing: int) -> None:
     try:
         os.setpgid(0, 0)
         signal.alarm(int(PROBE_S))
-        LOADERS.training = ""  # loaders that are made in here are none of the program's
+        LOADERS.training = ""  # loaders created here are not the program's
         sys.modules["torch"].set_num_threads(1)
         found = function()
     except BaseException as error:
@@ -320,7 +321,7 @@ def _answer(function: Callable[[], Any], writing: int) -> None:
 
 
 def _inspect(loader: Any, *, climbs: bool) -> dict[str, Any]:
-    """In the forked process: an item's device, whether it draws random numbers, and the climb."""
+    """Return, in the forked process, an item's device, whether it draws random numbers, and the climb."""
     torch = sys.modules["torch"]
     indices = next(iter(loader._index_sampler))
     before, positions = generator_states(), _own_positions()
@@ -341,7 +342,7 @@ def _inspect(loader: Any, *, climbs: bool) -> dict[str, Any]:
 
 
 def _own_positions() -> dict[int, int]:
-    """Opens again what the program has open for reading, as the position in a file is shared with it. Returns them."""
+    """Reopen files that the program reads, because their positions are shared with it. Return the positions."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
@@ -353,13 +354,13 @@ def _own_positions() -> dict[int, int]:
             found[number] = os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(own, number, inheritable=False)
             os.close(own)
-        except OSError:  # closed in the meantime, as the folder itself is
+        except OSError:  # closed in the meantime, like the folder itself
             continue
     return found
 
 
 def _moved(positions: dict[int, int]) -> str:
-    """The name of a file that was read from its position; empty where none was."""
+    """Return the name of a file that was read from its position; empty if none was."""
     for number, position in positions.items():
         try:
             if os.lseek(number, 0, os.SEEK_CUR) != position:
@@ -370,7 +371,7 @@ def _moved(positions: dict[int, int]) -> str:
 
 
 def _climb(loader: Any) -> Iterator[tuple[int, float]]:
-    """Seconds per batch by the number of workers, until more do not help."""
+    """Yield seconds per batch by the number of workers, until more do not help."""
     began, best = time.monotonic(), float("inf")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

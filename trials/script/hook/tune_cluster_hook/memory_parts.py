@@ -1,6 +1,6 @@
-"""Takes a step's memory apart: bytes of gradients and of optimizer states, and of activations at their peak.
+"""Takes a step's memory apart: bytes of gradients and of optimiser states, and of activations at their peak.
 
-Gradients are read when an optimizer begins its step, optimizer states when the step has ended. Activations are the
+Gradients are read when an optimiser begins its step, optimiser states when the step has ended. Activations are the
 tensors, other than gradients, that the inspected step creates, at the moment when they take the most memory. Tensors
 are counted by their storages, which views share. Memory cached by the allocator and workspaces of kernels do not count.
 """
@@ -21,7 +21,7 @@ SHARDS = ("_local_tensor", "ds_tensor")
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes by address of the memory that tensors hold in this process."""
+    """Return bytes by address of the memory that tensors hold in this process."""
     found: dict[int, int] = {}
     for tensor in tensors:
         storage = _storage(tensor)
@@ -31,7 +31,7 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 
 def _storage(tensor: Any) -> Any:
-    """The storage of a tensor, or of the shard of it; None for anything else."""
+    """Return the storage of a tensor, or of its shard; None for anything else."""
     for name in SHARDS:
         shard = getattr(tensor, name, None)
         if shard is not None:
@@ -52,7 +52,7 @@ class LiveTensors:
         self._count = 0
         self._gradients: set[int] = set()
         self.is_paused = False
-        """Whether an optimizer is stepping: tensors that it creates are not activations."""
+        """Whether an optimiser is stepping: tensors that it creates are not activations."""
         self._is_whole = True
 
     def saw(self, func: Any, out: Any) -> None:
@@ -96,7 +96,7 @@ class LiveTensors:
                 self._gradients.add(known[0])
 
     def peak_bytes(self) -> int | None:
-        """The most bytes held at one time, without gradients; None if the record is incomplete."""
+        """Return the most bytes held at one time, without gradients; None if the record is incomplete."""
         if not self._is_whole or not self._count:
             return None
         held = peak = 0
@@ -108,7 +108,7 @@ class LiveTensors:
 
 
 class MemoryParts:
-    """Bytes of gradients and optimizer states in the first steps."""
+    """Bytes of gradients and optimiser states in the first steps."""
 
     def __init__(self) -> None:
         self.live: LiveTensors | None = None
@@ -119,7 +119,7 @@ class MemoryParts:
         """Gradients of the current step: bytes by address."""
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """Call before the step of an optimizer."""
+        """Call before the step of an optimiser."""
         if self._is_on:
             self._begins(optimizer)
 
@@ -138,12 +138,12 @@ class MemoryParts:
             self.live.mark_gradients(gradients)
 
     def optimizer_ended(self) -> None:
-        """Call after the step of an optimizer."""
+        """Call after the step of an optimiser."""
         if self.live is not None:
             self.live.is_paused = False
 
     def within(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the closure of an optimizer's step, which runs a forward and a backward pass."""
+        """Wrap the closure of an optimiser's step, which runs a forward and a backward pass."""
         if not self._is_on:
             return closure
 
@@ -171,7 +171,7 @@ class MemoryParts:
 
     @guarded("memory of a step")
     def read(self, root: Any) -> dict[str, int]:
-        """Return the bytes of gradients and of optimizer states, including master weights, at the end of a step."""
+        """Return the bytes of gradients and of optimiser states, including master weights, at the end of a step."""
         gradients, self._gradients = self._gradients, {}
         if root is None or not self._optimizers:
             return {}
@@ -190,12 +190,12 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _gradient(parameter: Any) -> Any:
-    """The gradient, or None. Reading ``grad`` of a tensor that is not a leaf would warn."""
+    """Return the gradient, or None. Reading ``grad`` of a tensor that is not a leaf would warn."""
     return parameter.grad if parameter.is_leaf else None
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Any]:
-    """All tensors of an optimizer's state."""
+    """Yield all tensors of an optimiser's state."""
     if hasattr(value, "untyped_storage"):
         yield value
     elif depth and hasattr(value, "values"):

@@ -1,16 +1,16 @@
-"""Reads facts from a model's tree of modules: layers, widths, heads, vocabulary; only those that are certain."""
+"""Reads facts from a model's module tree: layers, widths, heads, vocabulary; only those that are certain."""
 
 from __future__ import annotations
 
 from typing import Any, Iterator
 
 HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads")
-"""Attributes by which attention modules call the number of their heads."""
+"""Names of attention modules' attributes with the number of heads."""
 MIN_VOCABULARY = 2
 
 
 def model_facts(root: Any) -> dict[str, int]:
-    """Facts by name, from the modules of a root."""
+    """Return facts by name, from the modules of a root."""
     modules = list(root.modules())
     found: dict[str, int] = {}
     embeddings = [module for module in modules if type(module).__name__ in ("Embedding", "VocabParallelEmbedding")]
@@ -42,7 +42,7 @@ def _is_batch_norm(module: Any) -> bool:
 
 
 def input_facts(tensor: Any, has_embedding: bool) -> dict[str, int]:
-    """Sequence length or image size, from the first tensor that a root is called with."""
+    """Return the sequence length or image size, from the first tensor argument of a root's call."""
     if tensor.dim() == 2 and has_embedding and not tensor.is_floating_point():
         return {"seq_length": int(tensor.shape[1])}
     if tensor.dim() == 4 and tensor.is_floating_point() and tensor.shape[1] <= 4:

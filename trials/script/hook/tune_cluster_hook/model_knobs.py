@@ -1,7 +1,7 @@
 """Sets knobs of the model before its first forward pass: precision, memory format, recompute, compile, attention.
 
 Each is a function of a root that refuses with a reason, or applies the knob and registers a check of its effect. A knob
-is undone if the first forward pass shows that it must not be applied (inner autocast, a block that changes buffers).
+is undone if the first forward pass shows a conflict (inner autocast, a block that changes buffers).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .roots import ROOTS, RepeatedBlock, Root, in_backward, repeated_block
 from .steps import guarded
 
 MAX_LEAVES = 8
+# Limit on recorded outputs, in a program whose first steps never end.
 MAX_NOTED = 10_000
-"""Outputs that are noted at most, in a program whose first steps never end."""
 SIXTEEN = "O1-bf16"
 MARK = "_tune_cluster_recompute"
 """Attribute of modules that are recomputed; copies of the model keep it."""
@@ -30,7 +30,7 @@ def _torch() -> Any:
 
 
 def before_first_call(root: Root, args: Any, kwargs: Any) -> None:
-    """Applies what is wanted of a model, in the order in which the knobs build on each other."""
+    """Apply the knobs of a model, in the order in which they build on each other."""
     if not any(KNOBS.value(name) is not None for name in APPLIERS):
         return
     block, problem = repeated_block(root.model), sharded(root.module)
@@ -43,8 +43,8 @@ def before_first_call(root: Root, args: Any, kwargs: Any) -> None:
 
 
 def _map_tensors(value: Any, change: Callable[[Any], Any], depth: int = 3) -> Any:
-    """``value`` with its tensors changed: in lists, tuples, mappings (in place: outputs of transformers stay what they
-    are) and dataclasses."""
+    """Change the tensors in ``value``: in lists, tuples, mappings (in place, so that outputs of transformers keep their
+    type) and dataclasses."""
     if _torch().is_tensor(value):
         return change(value)
     if not depth:
@@ -60,7 +60,7 @@ def _map_tensors(value: Any, change: Callable[[Any], Any], depth: int = 3) -> An
         if all(item is before for item, before in zip(items, value)):
             return value
         if type(value) not in (list, tuple) and not hasattr(value, "_fields"):
-            return value  # a class of the program's, made in a way that is unknown
+            return value  # a class of the program, whose construction is unknown
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -78,7 +78,7 @@ class Leaves:
         self._handles: list[Any] = []
 
     def watch(self, module: Any, after: Callable[..., None]) -> None:
-        """Calls ``after(module, args, output)`` when ``module`` has run in training."""
+        """Call ``after(module, args, output)`` after ``module`` has run in training."""
 
         @guarded("leaves")
         def hook(module: Any, args: Any, output: Any) -> None:
@@ -88,7 +88,7 @@ class Leaves:
         self._handles.append(module.register_forward_hook(hook))
 
     def remove(self) -> None:
-        """After the first steps."""
+        """Remove the hooks after the first steps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -101,11 +101,11 @@ LEAVES = Leaves()
 
 
 _formats: list[str] = []
-"""Number formats that linear and convolution layers gave in the first steps."""
+"""Number formats of the outputs of linear and convolution layers in the first steps."""
 
 
 def precision(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
-    """Autocast to bf16 for calls that train; losses outside of it get fp32, as they had before."""
+    """Autocast calls in training to bf16; losses outside of it still get fp32."""
     if value == "O1-fp16":
         return "float16 needs a gradient scaler, and the program's checkpoints would not save its state"
     if value not in ("O0", SIXTEEN):
@@ -150,7 +150,7 @@ def _autocast(root: Root, device: str, call: Callable[..., Any]) -> Callable[...
 
 
 class Ours:
-    """Our autocast, distinguishable from the program's."""
+    """The autocast set by this knob, distinguishable from the program's."""
 
     is_entering = False
 
@@ -185,11 +185,11 @@ def _note_format(output: Any) -> None:
 
 
 _layouts: list[bool] = []
-"""Whether channels were last in outputs of convolutions whose layout is clear."""
+"""Whether channels were last, for outputs of convolutions with an unambiguous layout."""
 
 
 def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
-    """Weights keep their identity; states of an optimiser would keep the old layout."""
+    """Convert weights, which stay the same objects; optimiser states would keep the old layout."""
     torch, model = _torch(), root.model
     convolutions = [module for module in model.modules() if type(module).__name__ in ("Conv2d", "ConvTranspose2d")]
     if value not in ("nhwc", "nchw"):
@@ -221,7 +221,7 @@ def memory_format(root: Root, block: RepeatedBlock | None, value: str) -> str | 
 
 
 def before_data_parallel(module: Any) -> None:
-    """Buckets of ``DistributedDataParallel`` are made for the layout that parameters have then."""
+    """Convert before ``DistributedDataParallel`` creates its buckets for the parameters' current layout."""
     torch = _torch()
     if KNOBS.value("memory_format") != "nhwc" or sharded(module) or _has_state(torch, module):
         return
@@ -241,7 +241,7 @@ def _note_layout(output: Any) -> None:
     if not torch.is_tensor(output) or output.dim() != 4 or len(_layouts) >= MAX_NOTED:
         return
     last = output.is_contiguous(memory_format=torch.channels_last)
-    if last != output.is_contiguous():  # one channel, or one pixel: both
+    if last != output.is_contiguous():  # with one channel, or one pixel, it is both
         _layouts.append(last)
 
 
@@ -260,7 +260,7 @@ def _channels_last_inputs(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_state(torch: Any, model: Any) -> bool:
-    """Whether an optimiser has states of the model's parameters; Python's garbage collector knows all optimisers."""
+    """Whether an optimiser has states of the model's parameters; Python's garbage collector lists all optimisers."""
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     return any(id(key) in parameters and state for one in optimizers for key, state in one.state.items())
@@ -270,7 +270,7 @@ def _has_state(torch: Any, model: Any) -> bool:
 
 
 class BlockCalls:
-    """Forward calls of a block's leaves in the first steps, and those of backward passes."""
+    """Forward calls of a block's leaves in the first steps, and those within backward passes."""
 
     def __init__(self, member: Any) -> None:
         leaves = [part for part in member.modules() if part._parameters and next(part.children(), None) is None]
@@ -285,13 +285,13 @@ class BlockCalls:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether any leaf ran again: some are never called, the last ones need not be."""
+        """Whether any leaf ran again: some are never called, and the last ones may not be recomputed."""
         return any(self.backward)
 
 
 def recompute(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
-    """By the model's official switch where it has one; else through the forward of the block's class, so that names,
-    copies and pickles stay as they are."""
+    """Use the model's own switch if it has one, else the forward of the block's class, which keeps names, copies and
+    pickles unchanged."""
     model = root.model
     if value not in ("none", "full"):
         return f"{value} is not one of none, full"
@@ -318,7 +318,7 @@ def recompute(root: Root, block: RepeatedBlock | None, value: str) -> str | None
 
 
 _switched: list[bool] = []
-"""Whether the model itself recomputes, because its switch is on."""
+"""Whether the model itself recomputes because its switch is on."""
 
 
 def _has_switch(module: Any) -> bool:
@@ -391,7 +391,7 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_buffers(root: Root, block: RepeatedBlock) -> None:
-    """Refuses a block that changes its buffers in the first forward pass: recomputation would change them again."""
+    """Refuse a block that changes its buffers in the first forward pass: recomputation would change them again."""
     named = [(name, buffer) for member in block.members for name, buffer in member.named_buffers()]
     before = [buffer._version for _, buffer in named]
 
@@ -415,7 +415,7 @@ def _check_buffers(root: Root, block: RepeatedBlock) -> None:
 
 
 def compile_(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
-    """In place, so that names stay; what cannot be compiled runs as before."""
+    """Compile in place, so that names stay; what cannot be compiled runs as before."""
     model = root.model
     if value not in ("off", "block", "model"):
         return f"{value} is not one of off, block, model"
@@ -466,7 +466,7 @@ FUSED = {
 
 
 def attention(root: Root, block: RepeatedBlock | None, value: str) -> str | None:
-    """The mathematical kernel stays allowed, for shapes that the wanted one cannot take."""
+    """Restrict the kernels, but allow the math kernel too, for shapes that the requested one does not support."""
     torch = _torch()
     if value not in ("auto", "math", *FUSED):
         return f"{value} is not one of auto, math, {', '.join(FUSED)}"
@@ -508,12 +508,12 @@ CALLS = "scaled_dot_product_attention"
 
 
 def _record_operators(root: Root, names: dict[str, int]) -> None:
-    """Notes the operators of the root's next call."""
+    """Record the operators of the root's next call."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Functions(TorchFunctionMode):
-        """Sees calls of the attention function."""
+        """Observes calls of the attention function."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(func, "__name__", "") == CALLS:
@@ -521,7 +521,7 @@ def _record_operators(root: Root, names: dict[str, int]) -> None:
             return func(*args, **(kwargs or {}))
 
     class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Sees operators that run."""
+        """Observes running operators."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(getattr(func, "_overloadpacket", None), "__name__", str(func))
@@ -548,11 +548,12 @@ APPLIERS: dict[str, Callable[[Root, Any, Any], Any]] = {
 }
 
 
-# ---- What the program does by itself
+# ---- Settings by the program itself
 
 
 def autocast(module: Any) -> None:
-    """``torch.amp.autocast_mode``: an autocast of the program inside of a root's forward pass, in the first steps."""
+    """Hook for ``torch.amp.autocast_mode``: detects the program's autocast inside a root's forward pass, in first
+    steps."""
     kind = module.autocast
     entered = kind.__enter__
 
@@ -571,7 +572,7 @@ def autocast(module: Any) -> None:
 
 
 def grad_scaler(module: Any) -> None:
-    """``torch.amp.grad_scaler``."""
+    """Hook for ``torch.amp.grad_scaler``."""
     made = module.GradScaler.__init__
 
     @functools.wraps(made)
@@ -583,7 +584,7 @@ def grad_scaler(module: Any) -> None:
 
 
 def checkpointing(module: Any) -> None:
-    """``torch.utils.checkpoint``."""
+    """Hook for ``torch.utils.checkpoint``."""
     original = module.checkpoint
 
     @functools.wraps(original)

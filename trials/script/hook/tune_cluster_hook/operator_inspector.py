@@ -1,6 +1,6 @@
 """Inspects all operators of one step: their number, products, copies and casts, and where the host waits for them.
 
-The inspected step takes longer and is marked. Programs that compile, or that have a dispatch mode, are not inspected.
+The inspected step takes longer and is marked. Programs that compile or use a dispatch mode are not inspected.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .steps import accelerator, guarded
 
 HALF = ("torch.float16", "torch.bfloat16")
 ALIGNED = 8
-"""Sizes of 16-bit matrix products that tensor cores compute at full speed are multiples of this."""
+"""Tensor cores compute 16-bit matrix products at full speed if the sizes are multiples of this."""
 MIN_MASK = 16
-"""Least sequence length from which on a mask is looked at."""
+"""Smallest sequence length for which masks are examined."""
 LAUNCHES = 50
-"""Products of one element in a row that are timed."""
+"""Consecutive products of one element to time."""
 LAUNCHING_S = 0.005
-"""Seconds for which they are."""
+"""Time for them, in seconds."""
 OPERATORS_OF_PRODUCT = 4
-"""Operators of a product: itself, its two gradients, and the sum of one of them with those of other products."""
+"""Operators of a product: itself, its two gradients, and the accumulation of one of them."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 COPIES = ("aten::_to_copy", "aten::copy_")
 ATTENTION = "scaled_dot_product"
 _BETWEEN = ("tune_cluster_hook", "_python_dispatch.py", "torch/_tensor.py", "torch/_compile.py", "torch/_dynamo/")
-"""Parts of paths of code that may lie between the line that reads a tensor and the operator."""
+"""Path parts of code that may lie between the operator and the line that reads a tensor."""
 _PACKAGES = ("/site-packages/", "/torch/", "/lib/python3", "<frozen")
 
 
@@ -44,10 +44,10 @@ class OperatorCounts:
         self.sites: Counter[str] = Counter()
         self.live = LiveTensors()
         self.is_whole = True
-        """Whether every operator was understood: sums over some of them would be wrong."""
+        """Whether every operator was recognised; if not, sums would be wrong."""
 
     def at(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, formulas: Any) -> None:
-        """One operator; ``formulas`` of FLOPs by operator."""
+        """Record one operator; ``formulas`` are of FLOPs by operator."""
         if self.is_whole:
             self.is_whole = bool(self._at(func, args, kwargs, out, formulas))
 
@@ -71,14 +71,14 @@ class OperatorCounts:
         return True
 
     def _read(self, tensor: Any) -> None:
-        """A value that the program itself reads; where there is a device, of one that lies there."""
+        """Record a read by the program itself; if there is a device, only of a value on it."""
         site = _site() if accelerator() is None or tensor.device.type != "cpu" else ""
         if site:
             self.counts["host_syncs"] += 1
             self.sites[site] += 1
 
     def _copy(self, name: str, args: Any, out: Any) -> None:
-        """A cast, or a copy to another device: of memory that is not pinned the host waits for it."""
+        """Record a cast, or a copy to another device; for one from unpinned memory the host waits."""
         source = args[1] if name == "aten::copy_" else args[0]
         size = out.numel() * out.element_size()
         if source.device == out.device:
@@ -107,7 +107,7 @@ class OperatorCounts:
                 self.mask_bytes = max(self.mask_bytes, int(mask.numel() * mask.element_size()))
 
     def facts(self) -> dict[str, Any]:
-        """By the names of facts; what did not occur is left out."""
+        """Return facts by name; what did not occur is left out."""
         activations = self.live.peak_bytes()
         found: dict[str, Any] = {} if activations is None else {"activation_bytes": activations}
         if not self.is_whole:
@@ -121,7 +121,7 @@ class OperatorCounts:
 
 
 def _site() -> str:
-    """File and line that runs an operator; empty where that is a line of PyTorch's or of a package."""
+    """Return file and line that run an operator; empty if they are in PyTorch or a package."""
     frame: Any = sys._getframe(1)
     while frame is not None and any(part in frame.f_code.co_filename for part in _BETWEEN):
         frame = frame.f_back
@@ -130,7 +130,7 @@ def _site() -> str:
 
 
 def _flop_formulas() -> Any:
-    """PyTorch's formula by operator: of its arguments, and its result ``out_val``."""
+    """Return PyTorch's formulas by operator: functions of its arguments and its result ``out_val``."""
     from torch.utils import flop_counter
 
     found = getattr(flop_counter, "flop_registry", None)
@@ -141,7 +141,7 @@ def _flop_formulas() -> Any:
 
 
 def _of_shapes(formula: Any) -> Any:
-    """A formula of PyTorch 2.1, which takes the shapes of tensors."""
+    """Adapt a formula of PyTorch 2.1, which takes the shapes of tensors."""
     from torch.utils._pytree import tree_map
 
     def shape(value: Any) -> Any:
@@ -155,13 +155,13 @@ def _of_shapes(formula: Any) -> Any:
 
 
 def _mode(operators: OperatorCounts) -> Any:
-    """A dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
+    """Create a dispatch mode. PyTorch's ``FlopCounterMode`` would hook into every module."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     formulas = _flop_formulas()
 
     class InspectingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Sees every operator of the step."""
+        """Observes every operator of the step."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -175,18 +175,18 @@ def _mode(operators: OperatorCounts) -> Any:
 
 
 _inspecting: set[int] = set()
-"""The mode that is on, by identity."""
+"""Identity of the active mode."""
 
 
 def unseen() -> Any:
-    """A context in which reading tensors is not recorded; some that autograd made cannot be otherwise."""
+    """Context in which reads of tensors are not recorded; for tensors made by autograd there is no other way."""
     dispatch = sys.modules.get("torch.utils._python_dispatch")
     pause = getattr(dispatch, "_disable_current_modes", None)
     return contextlib.nullcontext() if pause is None or not _inspecting else pause()
 
 
 class OperatorInspector:
-    """Looks from one step's end to the next one's."""
+    """Inspects from the end of one step to the end of the next."""
 
     def __init__(self) -> None:
         self._mode: Any = None
@@ -195,11 +195,11 @@ class OperatorInspector:
 
     @property
     def is_on(self) -> bool:
-        """Whether the present step is looked at."""
+        """Whether the current step is inspected."""
         return self._mode is not None
 
     def step_ended(self, compiled: bool) -> dict[str, Any]:
-        """Begins at the end of a step; at the end of the next, what was seen."""
+        """Begin the inspection at the end of a step; return its result at the end of the next."""
         if self._mode is not None:
             self.stop()
             return {**self._operators.facts(), **(_launching() or {})}
@@ -219,7 +219,7 @@ class OperatorInspector:
 
     @guarded("inspection ends")
     def stop(self) -> None:
-        """Ends a look that is on."""
+        """End a running inspection."""
         mode, self._mode = self._mode, None
         MEMORY.live = None
         if mode is not None:
@@ -233,15 +233,15 @@ def _launching() -> dict[str, float]:
 
 
 def _is_free() -> bool:
-    """Whether no dispatch mode of the program's is on, which ours could not be told from."""
+    """Whether the program has no dispatch mode, which would be indistinguishable from this one."""
     torch = sys.modules.get("torch")
     count = getattr(getattr(torch, "_C", None), "_len_torch_dispatch_stack", None)
     return torch is not None and count is not None and count() == 0
 
 
 def launch_s() -> float:
-    """Seconds of this thread's processor time that an operator on one element takes, forward and backward: nothing but
-    the host's part of it, whatever else the host does."""
+    """Return seconds of this thread's processor time for an operator on one element, forward and backward: the host's
+    part alone, independent of other load on the host."""
     torch = sys.modules["torch"]
     backend = accelerator()
     device = "cpu" if backend is None else backend.__name__.rpartition(".")[2]

@@ -26,7 +26,7 @@ def _torch() -> Any:
 
 
 def data_parallel(module: Any) -> None:
-    """``torch.nn.parallel.distributed``."""
+    """Hook for ``torch.nn.parallel.distributed``."""
     kind = module.DistributedDataParallel
     made, no_sync = kind.__init__, kind.no_sync
 
@@ -103,7 +103,7 @@ def _static_graph(root: Root) -> str | None:
 
 
 def training_arguments(module: Any) -> None:
-    """``transformers.training_args``: fields are set before those of subclasses and derived ones are made."""
+    """Hook for ``transformers.training_args``: sets fields before those of subclasses and derived ones."""
     kind = module.TrainingArguments
     made = kind.__post_init__
 
@@ -139,7 +139,7 @@ def _arguments_seen(arguments: Any, wanted: dict[str, Any]) -> tuple[str, str]:
 
 
 def before_first_call(root: Root, args: Any, kwargs: Any) -> None:
-    """Settings of PyTorch that act from any moment on: the program's own come earlier."""
+    """Apply settings of PyTorch that take effect at any time, after the program's own."""
     for name, apply in APPLIERS.items():
         if KNOBS.value(name) is not None:
             KNOBS.attempt(name, apply, root)
@@ -178,14 +178,14 @@ def _matmul_precision(root: Root) -> None:
 
 
 def _product(torch: Any, device: Any) -> Any:
-    """A product of fp32 matrices whose elements 16 bits cannot hold."""
+    """Multiply fp32 matrices with elements that 16 bits cannot represent."""
     with torch.no_grad():
         matrix = torch.linspace(0.1, 1.1, 256 * 256, device=device).reshape(256, 256)
         return matrix @ matrix
 
 
 def allocator() -> None:
-    """Before PyTorch is imported: its allocator reads the variable once."""
+    """Set the variable before PyTorch is imported: its allocator reads it only once."""
     wanted = KNOBS.value("allocator")
     if wanted is None:
         return

@@ -1,12 +1,12 @@
-"""Finds the root modules of a program at their first call, before it runs, and intercepts every call of them.
+"""Finds a program's root modules at their first call, before it runs, and intercepts all their calls.
 
-A root is the outermost module of a call that trains: in training mode, with parameters that require gradients, while
-gradients are recorded and no backward pass runs. A model wrapped for data parallelism is one root, a GAN has two. The
-calls of outermost modules whose parameters are all frozen, such as a teacher, are observed as well; they are no roots.
+A root is the outermost module of a training call: in training mode, with parameters that require gradients, with
+gradients enabled, and outside of backward passes. A model wrapped for data parallelism is one root; a GAN has two.
+Calls of outermost modules with only frozen parameters, such as a teacher, are also observed, but they are not roots.
 
-``Module.__call__`` is replaced until :data:`FIRST_STEPS` optimiser steps are over, and put back during each root's
-call: submodules and compilers never see it. A forward pre-hook would come too late, ``_call_impl`` has read
-``self.forward`` by then. What stays is :class:`Interceptor`, in roots that something wraps or observes.
+``Module.__call__`` is replaced until :data:`FIRST_STEPS` optimiser steps are over, and restored during each root's
+call, so submodules and compilers never see the replacement. A forward pre-hook would be too late: ``_call_impl`` has
+already read ``self.forward``. After that, only :class:`Interceptor` stays, in roots that are wrapped or observed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .steps import guarded, is_compiling
 FIRST_STEPS = 2
 """Optimiser steps after which the search for roots ends."""
 PATIENCE = 10
-"""Optimiser steps after which it ends although none was found."""
+"""Optimiser steps after which it ends even if none was found."""
 MAX_CALLS = 400
-"""Calls of roots after which it ends in any case. Each replaces ``Module.__call__`` twice, and Python 3.13 no longer
-caches attributes of a class that was changed a thousand times."""
+"""Calls of roots after which it ends in any case. Each replaces ``Module.__call__`` twice, and Python 3.13 stops
+caching attributes of a class after a thousand changes."""
 LEAST_SHARE = 0.3
-"""Part of a model's parameters that its repeated block holds at least."""
+"""Smallest fraction of a model's parameters in its repeated block."""
 WRAPPERS = ("DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel", "DataParallel")
 SLOT = "_compiled_call_impl"
-"""Attribute of a module that PyTorch (2.1 or later) calls in place of ``_call_impl``, and leaves out of copies."""
+"""Module attribute that PyTorch (2.1 or later) calls instead of ``_call_impl``, and leaves out of copies."""
 
 Call = Callable[..., Any]
 
 
 class Interceptor:
-    """What :data:`SLOT` of a root holds. Copies and pickles of the module get None in its place."""
+    """Value of :data:`SLOT` in a root. Copies and pickles of the module get None instead."""
 
     __slots__ = ("call", "compiled")
 
     def __init__(self, compiled: Call | None) -> None:
         self.compiled = compiled
-        """What the slot held before: the compiled call, None if the module is not compiled."""
+        """Previous value of the slot: the compiled call; None if the module is not compiled."""
         self.call: Call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,13 +54,13 @@ class Interceptor:
 
 
 def compiled_call(module: Any) -> Call | None:
-    """What ``module.compile()`` has put in place, below an interceptor or not; None: nothing."""
+    """Return the call set by ``module.compile()``, below an interceptor or not; None if there is none."""
     found: Any = getattr(module, SLOT, None)
     return found.compiled if isinstance(found, Interceptor) else found
 
 
 def unwrap(module: Any) -> Any:
-    """The model inside of wrappers for data parallelism and compilation."""
+    """Return the model inside wrappers for data parallelism and compilation."""
     while type(module).__name__ in WRAPPERS:
         inner = getattr(module, "_orig_mod", None)
         inner = getattr(module, "module", None) if inner is None else inner
@@ -71,13 +71,13 @@ def unwrap(module: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs: a module called then is recomputed."""
+    """Whether a backward pass is running: a module called then is being recomputed."""
     task = getattr(sys.modules["torch"]._C, "_current_graph_task_id", None)
     return task is not None and task() != -1
 
 
 class Root:
-    """One root module, and what happens around its calls."""
+    """One root module, and the functions around its calls."""
 
     def __init__(self, module: Any, observers: list[CallObserver], *, is_frozen: bool = False) -> None:
         self.is_frozen = is_frozen
@@ -90,7 +90,7 @@ class Root:
 
     @property
     def module(self) -> Any:
-        """The module that the program calls; None once the program has dropped it."""
+        """The module that the program calls; None after the program has dropped it."""
         return self._module()
 
     @property
@@ -99,7 +99,7 @@ class Root:
         return unwrap(self.module)
 
     def wrap(self, around: Callable[[Call], Call]) -> Callable[[], None]:
-        """Has every call from the next on go through ``around(call)``. Returns what undoes it."""
+        """Wrap all later calls in ``around(call)``. Return a function that undoes this."""
 
         def undo() -> None:
             if around in self._wraps:
@@ -111,19 +111,19 @@ class Root:
         return undo
 
     def compile(self) -> None:
-        """Has PyTorch compile the module's call, below what is around it."""
+        """Let PyTorch compile the module's call, below the functions around it."""
         self._interceptor.compiled = sys.modules["torch"].compile(self.module._call_impl)
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Composes the call from what is registered now."""
+        """Compose the call from what is currently registered."""
         call = self._interceptor.compiled or functools.partial(_call_impl, self._module)
         for around in self._wraps:
             call = around(call)
         self._interceptor.call = _observed(self, call, self._observers) if self._observers else call
 
     def release(self) -> None:
-        """Leaves the module as it was, unless something is around its calls."""
+        """Restore the module, unless something is around its calls."""
         module = self.module
         if module is None or self._wraps or self._observers or module.__dict__.get(SLOT) is not self._interceptor:
             return
@@ -134,7 +134,7 @@ class Root:
 
 
 def _call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """By a weak reference: a model that the program drops is freed at once."""
+    """Call through a weak reference, so that a model dropped by the program is freed at once."""
     return module()._call_impl(*args, **kwargs)
 
 
@@ -175,7 +175,7 @@ class Roots:
         self.frozen: list[Root] = []
         self.is_armed = False
         self._depth = 0
-        """Calls of modules that are neither, and contain the present one."""
+        """Open calls of modules that are neither roots nor frozen."""
         self._first: list[Callable[[Root, Any, Any], None]] = []
         self._over: list[Callable[[], None]] = []
         self._observers: list[CallObserver] = []
@@ -185,18 +185,19 @@ class Roots:
         self._is_counting = False
 
     def before_first_call(self, callback: Callable[[Root, Any, Any], None]) -> None:
-        """Calls ``callback(root, args, kwargs)`` before the first call of each root, in the thread of that call."""
+        """Call ``callback(root, args, kwargs)`` before the first call of each root, in the thread of that call."""
         self._first.append(guarded(f"root {callback.__module__}")(callback))
 
     def after_first_steps(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback()`` once, at the end of optimiser step :data:`FIRST_STEPS`."""
+        """Call ``callback()`` once, at the end of optimiser step :data:`FIRST_STEPS`."""
         self._over.append(callback)
 
     def observe(self, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
-        """Calls ``before(root, args, kwargs)`` and ``after(root, output)`` around every outermost call of a root.
+        """Call ``before(root, args, kwargs)`` and ``after(root, output)`` around every outermost call of a root.
 
-        Calls in backward passes (recomputation) and of roots inside roots are left out; calls in evaluation are not:
-        ``root.module.training`` tells. Frozen models are included (``root.is_frozen``). Returns what ends it.
+        Calls in backward passes (recomputation) and of roots inside roots are left out. Calls in evaluation are
+        included; see ``root.module.training``. So are frozen models (``root.is_frozen``). Return a function that ends
+        this.
         """
         observer = CallObserver(before, after)
 
@@ -216,7 +217,7 @@ class Roots:
                 root.release()
 
     def arm(self, module: Any) -> None:
-        """``torch.nn.modules.module``: watches calls of modules from here on."""
+        """Hook for ``torch.nn.modules.module``: watch calls of modules from here on."""
         kind = module.Module
         if not (self._first or self._observers) or not hasattr(kind, SLOT):
             return
@@ -225,7 +226,7 @@ class Roots:
         def watching(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(self_, *args, **kwargs)
-            # Not armed: who took this function for PyTorch's own in the meantime still has it.
+            # Not armed: code that stored this function in the meantime still calls it.
             if not self.is_armed:
                 return original(self_, *args, **kwargs)
             if not (self_.training and self._is_root(self_)) and not self._is_frozen(self_):
@@ -251,7 +252,8 @@ class Roots:
 
     @guarded("replicas")
     def _keep_replicas_apart(self, kind: Any) -> None:
-        """``DataParallel`` copies what a module holds: a replica with the root's interceptor would run the root."""
+        """Remove interceptors from ``DataParallel``'s replicas, which copy a module's attributes and would run the
+        root."""
         replicate = kind._replicate_for_data_parallel
 
         @functools.wraps(replicate)
@@ -274,7 +276,7 @@ class Roots:
 
     @guarded("frozen models")
     def _is_frozen(self, module: Any) -> bool:
-        """Whether an outermost module has parameters, and trains none of them."""
+        """Whether an outermost module has parameters, all of them frozen."""
         if self._depth or not self._observers or in_backward():
             return False
         parameters = list(module.parameters())
@@ -298,17 +300,17 @@ class Roots:
             callback(root, args, kwargs)
 
     def count_steps(self, module: Any) -> None:
-        """``torch.optim.optimizer``: the first steps are over when one optimiser has made them."""
+        """Hook for ``torch.optim.optimizer``: the first steps are over when one optimiser has made them."""
         register = getattr(module, "register_optimizer_step_post_hook", None)
         if register is not None and (self._first or self._observers):
             self._is_counting = True
-            register(self._stepped)  # for good: hooks cannot go while they run
+            register(self._stepped)  # permanently: hooks cannot be removed while they run
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._is_counting or is_compiling():
             return
         self._steps[id(optimizer)] += 1
-        # Putting PyTorch's own call back makes a function that was compiled with ours compile again: then at once.
+        # Restoring PyTorch's call makes functions compiled with this one recompile, so do it at once.
         is_enough = self.found or "torch._dynamo" in sys.modules
         if self._steps[id(optimizer)] >= (FIRST_STEPS if is_enough else PATIENCE):
             self._end_first_steps()
@@ -323,7 +325,7 @@ class Roots:
             root.release()
 
     def disarm(self) -> None:
-        """Puts PyTorch's own ``Module.__call__`` back for good."""
+        """Restore PyTorch's ``Module.__call__`` permanently."""
         self.is_armed = False
         if self._put_back is not None:
             self._put_back()
@@ -337,7 +339,7 @@ ROOTS = Roots()
 
 
 class RepeatedBlock:
-    """Modules of one class that hold most of a model's parameters and do not lie in each other."""
+    """Modules of one class that hold most of a model's parameters and are not nested in each other."""
 
     def __init__(self, members: list[Any], share: float) -> None:
         self.members = members
@@ -350,8 +352,8 @@ class RepeatedBlock:
 
 
 def repeated_block(model: Any) -> RepeatedBlock | None:
-    """The composite class with the largest share of the parameters in two or more instances; None below
-    :data:`LEAST_SHARE`."""
+    """Return the composite class with the largest share of the parameters in at least two instances; None if that is
+    below :data:`LEAST_SHARE`."""
     groups: dict[Any, list[Any]] = {}
     for module in model.modules():
         if module is not model and next(module.children(), None) is not None and not _is_container(module):
@@ -372,18 +374,18 @@ def _is_container(module: Any) -> bool:
 
 
 def _kind(module: Any) -> Any:
-    """The class; of a Sequential, what it is made of."""
+    """Return the class; for a Sequential, also those of its elements."""
     if type(module).__name__ != "Sequential":
         return type(module)
     return tuple((type(part), tuple(tuple(p.shape) for p in part.parameters())) for part in module.children())
 
 
 def _elements(modules: list[Any]) -> int:
-    """Elements of the parameters of all modules, each counted once."""
+    """Count the elements of the parameters of all modules, each once."""
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return sum(_whole(parameter) for parameter in parameters.values())
 
 
 def _whole(parameter: Any) -> int:
-    whole = getattr(parameter, "ds_numel", None)  # DeepSpeed's ZeRO-3 leaves none in place
+    whole = getattr(parameter, "ds_numel", None)  # under DeepSpeed's ZeRO-3 the parameter itself is empty
     return int(whole if whole is not None else parameter.numel())

@@ -1,8 +1,8 @@
 """Splits the time of a step: data, forward, backward, recompute, communication, optimiser, and the rest.
 
-Sections nest, and the time of an inner one is not counted in the outer one: Lightning runs forward and backward in the
-optimiser's closure, recomputation runs in the backward pass. On an accelerator each change of section records an event
-in the stream, which is read after the end of the step: nothing waits for it.
+Sections nest, and the time of an inner one does not count in the outer one: Lightning runs forward and backward passes
+in the optimiser's closure, and recomputation runs in the backward pass. On an accelerator, each change of section
+records an event in the stream, which is read after the end of the step, so nothing waits for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DATA, FORWARD, BACKWARD, RECOMPUTE, COMMUNICATION, OPTIMIZER, OTHER = (
     "other",
 )
 MAX_EVENTS = 2048
-"""Changes of section in one step that are timed on an accelerator; a step with more has no parts."""
+"""Most timed changes of section per step on an accelerator; a step with more has no parts."""
 
 
 class PartsClock:
-    """The clock of the present step's sections. Sections count in the thread whose steps are counted."""
+    """Clock of the current step's sections, which count only in the thread whose steps are counted."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -42,7 +42,7 @@ class PartsClock:
         self._device: Any = None
         self._stream: Any = None
         self._events: list[Any] = []
-        """Used again from step to step: one more than there are changes of section."""
+        """Events reused from step to step: one more than there are changes of section."""
         self._ended: list[str] = []
         """The section that ended with each event but the first."""
         self.has_loader = False
@@ -50,13 +50,13 @@ class PartsClock:
     # ---- Sections
 
     def enter(self, name: str) -> None:
-        """A section begins."""
+        """Begin a section."""
         if self._thread == threading.get_ident() or self._works_for_it():
             self._change()
             self._open.append(name)
 
     def leave(self, name: str) -> None:
-        """The innermost open section of this name is over, and what was left open in it."""
+        """End the innermost open section of this name, and those still open inside it."""
         opened = self._open
         if name in opened and (self._thread == threading.get_ident() or self._works_for_it()):
             self._change()
@@ -64,7 +64,7 @@ class PartsClock:
                 pass
 
     def during(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` as a section; leaves no trace in what is compiled."""
+        """Time ``call`` as a section; leaves no trace in compiled code."""
 
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -79,8 +79,8 @@ class PartsClock:
         return timed
 
     def _works_for_it(self) -> bool:
-        """Whether the thread that trains waits in a backward pass for this one; there is none before the first step has
-        ended, as the time of that is unknown anyway."""
+        """Whether the training thread waits for this one in a backward pass. False before the first step has ended,
+        whose time is unknown anyway."""
         return self._thread is not None and BACKWARD in self._open and in_backward()
 
     def _change(self) -> None:
@@ -105,11 +105,11 @@ class PartsClock:
     # ---- Steps
 
     def close(self) -> None:
-        """The step ends: before the device is waited for."""
+        """End the step, before waiting for the device."""
         self._change()
 
     def take(self) -> dict[str, float]:
-        """Seconds of every section of the step that was closed, after the device was waited for."""
+        """Return the seconds of every section of the closed step, after waiting for the device."""
         found = self._on_device() if self._device is not None else self._seconds
         if found is None:
             return {}
@@ -128,7 +128,7 @@ class PartsClock:
         return found
 
     def restart(self, backend: Any | None) -> None:
-        """The next step begins now, on this device."""
+        """Begin the next step, on this device."""
         self._open.clear()
         self._seconds.clear()
         self._ended.clear()
@@ -152,17 +152,17 @@ PARTS = PartsClock()
 STEPS.parts = PARTS
 
 
-# ---- Where sections begin and end in PyTorch itself
+# ---- Boundaries of sections in PyTorch itself
 
 
 def forward_begins(root: Any, args: Any, kwargs: Any) -> None:
-    """Before the call of a root module, or of a frozen model, whose forward pass is part of the step."""
+    """Hook before the call of a root module, or of a frozen model, whose forward pass is part of the step."""
     if root.module.training or root.is_frozen:
         PARTS.enter(FORWARD)
 
 
 def forward_ended(root: Any, output: Any) -> None:
-    """After it."""
+    """Hook after the call."""
     PARTS.leave(FORWARD)
 
 
@@ -170,7 +170,7 @@ ROOTS.observe(forward_begins, forward_ended)
 
 
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Hook of every optimiser; what its closure computes is no part of its step."""
+    """Hook of every optimiser before its step, which excludes the work in its closure."""
     if is_compiling():
         return None
     PARTS.enter(OPTIMIZER)
@@ -179,7 +179,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 _CLOSURES = (types.FunctionType, types.MethodType, functools.partial)
-"""What is replaced by a function around it. Other objects that can be called may be more than that to an optimiser."""
+"""Types of closures that may be wrapped in a function. To an optimiser, other callables may be more than that."""
 
 
 @guarded("closure")
@@ -192,13 +192,13 @@ def _with_closure(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def after_step() -> None:
-    """An optimiser step is over."""
+    """Hook after an optimiser step."""
     PARTS.leave(OPTIMIZER)
     MEMORY.optimizer_ended()
 
 
 def checkpoints(module: Any) -> None:
-    """``torch.utils.checkpoint``: both ways to recompute, below its public functions."""
+    """Hook for ``torch.utils.checkpoint``: both ways to recompute, below its public functions."""
     frame = getattr(module, "_CheckpointFrame", None)
     if frame is not None:
         made = frame.__init__

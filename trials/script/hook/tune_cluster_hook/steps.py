@@ -1,4 +1,4 @@
-"""Counts and times this process's optimiser steps and writes a line for each; its device; the guard around hooks."""
+"""Counts and times this process's optimiser steps, writes a line for each, and guards hooks against errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import platform
 import random
 import sys
 import time
+import weakref
 from typing import Any, Callable
 
-# ---- Where hooks write, and the guard around each of them
+# ---- Output of hooks, and the guard around each of them
 
 FOLDER_VARIABLE = "TUNE_CLUSTER_REPORT"
 MAX_MESSAGE = 1500
 
 
 def _load_api() -> Any:
-    """Our own copy of the report API, whichever one the program has."""
+    """Load this package's copy of the report API, regardless of the program's."""
     scripts = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.path.join(scripts, "api", "tune_cluster_report.py")
     spec = importlib.util.spec_from_file_location("tune_cluster_hook.report_api", path)
@@ -33,21 +34,21 @@ def _load_api() -> Any:
 _api = _load_api()
 _channel = _api.Channel()
 rank: Callable[[], str] = _api.rank
-"""Number of this process among all of the training, as text."""
+"""Returns this process's rank in the whole training, as text."""
 _noted: set[str] = set()
 
 
 def emit(source: str, **values: Any) -> None:
-    """Appends one line to this rank's file.
+    """Append one line to this rank's file.
 
     Raises:
-        OSError: The folder is gone, or the disk is full.
+        OSError: The folder is missing, or the disk is full.
     """
     _channel.write(source, **values)
 
 
 def note(text: str, source: str = "hook:torch") -> None:
-    """Tells the tuner something, once."""
+    """Report a note to the tuner, once."""
     if text in _noted:
         return
     _noted.add(text)
@@ -58,7 +59,7 @@ def note(text: str, source: str = "hook:torch") -> None:
 
 
 def error(kind: str, message: str, **values: Any) -> None:
-    """The error that ends this process."""
+    """Report the error that ends this process."""
     try:
         emit("hook:torch", event="error", type=kind, message=message[:MAX_MESSAGE], pid=os.getpid(), **values)
     except Exception:
@@ -66,7 +67,7 @@ def error(kind: str, message: str, **values: Any) -> None:
 
 
 def stop_at() -> int | None:
-    """The last step that is wanted, None if that is not decided yet."""
+    """Return the last step to train; None if it is not yet decided."""
     try:
         with open(os.path.join(os.environ[FOLDER_VARIABLE], "stop"), encoding="ascii") as file:
             return int(file.read(32))
@@ -78,10 +79,10 @@ _disabled: dict[str, bool] = {}
 
 
 def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a hook: if it fails, that is noted, its result is None, and it is not called again.
+    """Decorate a hook: if it fails, this is reported, its result is None, and it is not called again.
 
     Args:
-        what: Its name; hooks of one name give up together.
+        what: Its name; hooks of the same name are disabled together.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +103,7 @@ def guarded(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def generator_states() -> list[Any]:
-    """States of the random generators that a program draws from by default, to be compared."""
+    """Return states of the random generators that a program uses by default, for comparison."""
     found = [sys.modules["torch"].get_rng_state().tolist(), repr(random.getstate())]
     if "numpy" in sys.modules:
         found.append(repr(sys.modules["numpy"].random.get_state()))
@@ -110,7 +111,7 @@ def generator_states() -> list[Any]:
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile is tracing this very code: hooks then are to leave no trace in the graph."""
+    """Whether torch.compile is tracing this code: hooks must then leave no trace in the graph."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False
@@ -119,18 +120,18 @@ def is_compiling() -> bool:
     return bool(torch._utils.is_compiling())  # before PyTorch 2.2
 
 
-# ---- The accelerator of this process: waiting for it, its allocator's peaks; the memory of the process itself
+# ---- This process's accelerator: waiting for it, its allocator's peaks; memory of the process itself
 
 _BACKENDS = ("cuda", "npu", "xpu", "musa", "mlu")
-"""Modules of torch with ``synchronize`` and ``max_memory_allocated``, as far as they are there."""
+"""Modules of torch with ``synchronize`` and ``max_memory_allocated``; not all of them exist."""
 MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_MEMORY_LIMIT_BYTES"
 HOST_MEMORY_LIMIT_VARIABLE = "TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES"
 
 
 def accelerator() -> Any | None:
-    """The part of torch for the device that this process uses; None on CPU, or before anything ran on it."""
+    """Return torch's module for the device of this process; None on CPU, or before anything has run on the device."""
     torch = sys.modules.get("torch")
-    known = {} if torch is None else vars(torch)  # a name that is missing costs microseconds in torch's __getattr__
+    known = {} if torch is None else vars(torch)  # missing names cost microseconds in torch's __getattr__
     for name in _BACKENDS:
         backend = known.get(name)
         is_initialized = getattr(backend, "is_initialized", None)
@@ -140,13 +141,13 @@ def accelerator() -> Any | None:
 
 
 def synchronize(backend: Any | None) -> None:
-    """Waits until the device has done all that was asked of it."""
+    """Wait until the device has finished all its work."""
     if backend is not None:
         backend.synchronize()
 
 
 def memory(backend: Any | None) -> dict[str, int]:
-    """Peaks since the process began: of the device's allocator, or on CPU of the resident set."""
+    """Return peaks since the process began: of the device's allocator or, on CPU, of the resident set."""
     if backend is None:
         return _resident()
     return {
@@ -158,9 +159,9 @@ def memory(backend: Any | None) -> dict[str, int]:
 _status: dict[int, int] = {}
 """The open ``/proc/self/status`` by process."""
 RESIDENT_S = 0.05
-"""Seconds for which the peak of the resident set is not read again: the kernel takes tens of microseconds for it."""
+"""Minimum interval between reads of the peak resident set, in seconds: a read takes the kernel tens of microseconds."""
 _resident_read: tuple[float, int, dict[str, int]] = (0.0, 0, {})
-"""When it was read, by which process, and what."""
+"""Time of the last read, its process, and its result."""
 
 
 def _resident() -> dict[str, int]:
@@ -172,7 +173,7 @@ def _resident() -> dict[str, int]:
 
 
 def _read_resident(pid: int) -> dict[str, int]:
-    """``VmHWM``; ``getrusage`` includes the program that started this one."""
+    """Read ``VmHWM``, because ``getrusage`` includes the parent program."""
     try:
         return {"rss_bytes": _of_process(pid, b"VmHWM")}
     except (OSError, IndexError, ValueError):
@@ -180,20 +181,20 @@ def _read_resident(pid: int) -> dict[str, int]:
 
 
 def _of_process(pid: int, name: bytes) -> int:
-    """Bytes of a line of this process's status."""
+    """Return the bytes in a line of this process's status."""
     if pid not in _status:
         _status[pid] = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
     return int(os.pread(_status[pid], 4096, 0).split(name + b":", 1)[1].split(None, 1)[0]) << 10
 
 
 def is_capturing(backend: Any | None) -> bool:
-    """Whether work is recorded into a graph: to wait for the device then would break the recording."""
+    """Whether work is being captured in a device graph, which waiting for the device would break."""
     capturing = getattr(backend, "is_current_stream_capturing", None)
     return capturing is not None and bool(capturing())
 
 
 def limit_memory(torch: Any) -> None:
-    """Lets this process take no more of its device than the trial is allowed to, from when it uses the device."""
+    """Limit this process to the trial's share of device memory, when it starts using the device."""
     limit = os.environ.get(MEMORY_LIMIT_VARIABLE)
     for name in _BACKENDS if limit else ():
         backend = getattr(torch, name, None)
@@ -203,9 +204,9 @@ def limit_memory(torch: Any) -> None:
 
 
 def limit_host_memory(_: Any) -> None:
-    """Lets allocations fail with which this process would hold more host memory than the trial is allowed to.
+    """Make allocations fail that would exceed the trial's host memory limit.
 
-    The system limits private writable mappings (RLIMIT_DATA); code and files that are mapped are held as well.
+    The system limits private writable mappings (RLIMIT_DATA), but not mapped code and files.
     """
     limit = os.environ.get(HOST_MEMORY_LIMIT_VARIABLE)
     if not limit:
@@ -229,17 +230,17 @@ def _limit(backend: Any, limit: int) -> None:
         note(f"memory is not limited: {type(failure).__name__}: {failure}")
 
 
-# ---- Counts the optimiser steps of this process, times them, and writes a line for each
+# ---- Counting and timing of this process's optimiser steps
 
 GENERIC, ENGINE, TRAINER = 0, 1, 2
-"""How much a source knows: one that knows more silences the others."""
+"""Detail that a source knows; sources with more detail override the others."""
 
 MAX_LOSSES = 4096
 MAX_OPTIMIZERS = 64
 
 
 class Steps:
-    """What happened since the last step, from all sources; the highest one that spoke decides where a step ends."""
+    """Events since the last step, from all sources; the highest source that reported determines where a step ends."""
 
     def __init__(self) -> None:
         self.level = GENERIC
@@ -247,11 +248,11 @@ class Steps:
         self.stack_signal = False
         """Whether SIGUSR1 makes this process write its stacks."""
         self.parts: Any = None
-        """The clock of a step's parts, see :mod:`.step_parts`."""
+        """Clock of a step's parts, see :mod:`.step_parts`."""
         self.collectives: Any = None
-        """What counts collectives, see :mod:`.collective_calls`."""
+        """Counter of collectives, see :mod:`.collective_calls`."""
         self.compiler: Any = None
-        """What times compilation, see :mod:`.compiler`."""
+        """Timer of compilation, see :mod:`.compiler`."""
         self._last: float | None = None
         self._last_cpu = 0.0
         self._losses: list[Any] = []
@@ -260,22 +261,24 @@ class Steps:
         self._reported_by = 0
         self._is_watched = False
         self.after_step: Callable[[int], None] | None = None
-        """Called with the number of steps that are over, before the line of the last one is written."""
+        """Called with the number of finished steps, before the line of the last one is written."""
         self._backwards = 0
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
+        self._batches: Callable[[], Any] = lambda: None
+        """The iterator that gave the last batch of training; None once the program has dropped it."""
         self.items_draw: bool | None = None
-        """Whether samples that this process loads itself draw random numbers; None: not seen."""
+        """Whether samples loaded by this process itself draw random numbers; None: not observed."""
         self._length = 0
         """Tokens of the longest samples since the last step."""
 
     def claim(self, level: int) -> bool:
-        """Silences sources that know less. Whether this one may speak."""
+        """Disable sources with less detail. Return whether this one is enabled."""
         self.level = max(self.level, level)
         return level == self.level
 
     def begin(self, source: str, **values: Any) -> None:
-        """The first step of a training loop begins."""
+        """Begin the first step of a training loop."""
         self.flush()
         synchronize(accelerator())
         self.loaded(source)
@@ -284,7 +287,7 @@ class Steps:
         self.restart_clock()
 
     def loaded(self, source: str) -> None:
-        """Says once in each process who it is: at its start where it is known to be a rank, else at its first step."""
+        """Report once who this process is: at its start if it is known to be a rank, else at its first step."""
         if self._reported_by == os.getpid():
             return
         self._reported_by = os.getpid()
@@ -292,7 +295,7 @@ class Steps:
         emit(source, event="loaded", pid=self._reported_by, stack_signal=self.stack_signal, python=python)
 
     def end(self, source: str) -> None:
-        """The training loop is over; sources that know less may speak again."""
+        """End the training loop; sources with less detail are enabled again."""
         self.flush()
         if self._last is not None:
             emit(source, event="end", pid=os.getpid())
@@ -300,12 +303,12 @@ class Steps:
         self._last = None
 
     def boundary(self, source: str, *, hold: bool = False, **values: Any) -> None:
-        """An optimiser step is over.
+        """End an optimiser step.
 
         Args:
-            source: Who says so.
+            source: The reporting source.
             hold: Whether its line waits for :meth:`amend` and :meth:`flush`.
-            **values: What else is known of it; losses that were collected are added if there is none among them.
+            **values: Further values of it; collected losses are added if there is none among them.
         """
         self.flush()
         self.parts.close()
@@ -331,6 +334,7 @@ class Steps:
         if self._length:
             line["sample_length"], self._length = self._length, 0
         line.update(memory(backend))
+        line.update(self._ahead() or {})
         line.update(values)
         self.forget_losses()
         if self._is_watched:
@@ -343,72 +347,91 @@ class Steps:
         self.restart_clock()
 
     def restart_clock(self, *, is_watched: bool = False) -> None:
-        """The next step begins now: what hooks do between two steps is not charged to the program.
+        """Begin the next step now: work of hooks between two steps is not charged to the program.
 
         Args:
-            is_watched: Whether hooks on the model will make that step longer; its line says so.
+            is_watched: Whether hooks on the model will make that step longer; its line is marked.
         """
         self._is_watched = is_watched
         self.parts.restart(accelerator())
         self._last, self._last_cpu = time.perf_counter(), time.thread_time()
 
     def amend(self, **values: Any) -> None:
-        """Adds to the line of the last step, if that was not written yet."""
+        """Add to the line of the last step, if it is not yet written."""
         if self._pending is not None:
             self._pending.update(values)
 
     def pending(self, name: str) -> Any:
-        """A value of the line that waits."""
+        """Return a value of the pending line."""
         return None if self._pending is None else self._pending.get(name)
 
     def flush(self) -> None:
-        """Writes the line that waits."""
+        """Write the pending line."""
         line, self._pending = self._pending, None
         if line is not None:
             emit(**line)
 
     def loads(self, num_workers: int, batch_size: Any) -> None:
-        """A loader gives a batch."""
+        """Record that a loader gives a batch."""
         self._loader = {"num_workers": num_workers}
         if isinstance(batch_size, int):
             self._loader["loader_batch_size"] = batch_size
 
+    def reads(self, iterator: Any) -> None:
+        """A batch of training has come from this iterator of a loader."""
+        if self._batches() is not iterator:
+            self._batches = weakref.ref(iterator)
+
+    @guarded("batches ahead")
+    def _ahead(self) -> dict[str, int] | None:
+        """How many batches worker processes have loaded that the program has not read yet.
+
+        Left out without workers, and once they have been given the last batches of an epoch: then it falls to zero.
+        """
+        iterator = self._batches()
+        loaded = getattr(iterator, "_worker_result_queue", None)
+        if loaded is None or len(iterator._task_info) < iterator._prefetch_factor * iterator._num_workers:
+            return None
+        early = sum(len(task) > 1 for task in iterator._task_info.values())  # they wait for an earlier one
+        pinned = iterator._data_queue.qsize() if iterator._data_queue is not loaded else 0
+        return {"batches_ahead": loaded.qsize() + early + pinned}
+
     def saw_length(self, length: int) -> None:
-        """A batch has come whose samples have so many tokens; 0: it is none of sequences."""
+        """Record the tokens per sample of a batch; 0 if it has no sequences."""
         self._length = max(self._length, length)
 
     def saw(self, optimizer: Any) -> None:
-        """An optimiser steps; wrappers of one share its parameters."""
+        """Record a step of an optimiser; wrappers of one share its parameters."""
         group = optimizer.param_groups[0]["params"]
         if group and len(self._optimizers) < MAX_OPTIMIZERS:
             self._optimizers.add(id(group[0]))
 
     def surroundings(self) -> dict[str, int]:
-        """Facts of the last step that the model does not show: its backward passes, loader, optimisers so far."""
+        """Return facts of the last step apart from the model: backward passes, loader, optimisers so far."""
         draws = {} if self.items_draw is None else {"items_draw": int(self.items_draw)}
         return {**self._loader, **draws, "backwards_per_step": self._backwards, "num_optimizers": len(self._optimizers)}
 
     def add_loss(self, loss: Any, divided_by: float | None = None) -> None:
-        """The loss of a backward pass, still on its device.
+        """Add the loss of a backward pass, still on its device.
 
         Args:
             loss: A tensor with one element.
-            divided_by: By what the program divided it just before, if that can be seen.
+            divided_by: The program's divisor just before, if visible.
         """
         if len(self._losses) < MAX_LOSSES:
             self._losses.append(loss)
             self._divided.append(divided_by)
 
     def forget_losses(self) -> None:
-        """Backward passes from here on belong to the next step."""
+        """Assign later backward passes to the next step."""
         self._losses.clear()
         self._divided.clear()
 
     def backward_losses(self) -> dict[str, Any]:
-        """The mean loss of this rank's backward passes.
+        """Return the mean loss of this rank's backward passes.
 
-        A program that accumulates over n micro-batches divides each loss by n: then the sum is the mean of what it
-        divided. Where the division cannot be seen, the mean is taken, scaled however the program scaled it.
+        A program that accumulates over n micro-batches divides each loss by n, so the sum of its losses is the mean. If
+        the division is not visible, return the mean, with the program's scaling.
         """
         if not self._losses:
             return {}

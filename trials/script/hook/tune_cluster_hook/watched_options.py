@@ -1,7 +1,7 @@
 """Records which options the program reads: arguments of argparse, keys of OmegaConf, environment variables.
 
-An option that is never read cannot act. Reading is no proof that it does: programs print and log all of theirs. If a
-program takes all options at once, as ``vars(args)`` does, its use of each is unknown.
+An option that is never read has no effect. One that is read may still have none, because programs print and log all of
+theirs. If a program takes all options at once, as ``vars(args)`` does, its use of each is unknown.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .steps import emit, guarded
 
 ARGPARSE, OMEGACONF, ENVIRONMENT = "argparse", "omegaconf", "environment"
 AT_ONCE = "*"
-"""Stands for the name of an option where all options of a kind are taken together."""
+"""Name of an option that stands for reading all options of a kind together."""
 VARIABLES = "TUNE_CLUSTER_VARIABLES"
-"""Names of the variables that the trial sets and the program is to read, separated by commas."""
+"""Names of the variables that the trial sets for the program to read, separated by commas."""
 _PREFIXES_ONLY = re.compile(r"[\\/](?:tqdm|torch)[\\/]")
-"""Packages that go through all variables for those of their own prefix."""
+"""Packages that search all variables for those with their own prefix."""
 MAX_OPTIONS = 400
 MAX_NAME = 200
 _LIBRARY = os.path.dirname(os.__file__)
 _HERE = os.path.dirname(__file__)
 _SCRIPTS = os.path.dirname(os.path.dirname(_HERE))
 _GO_BETWEENS = (_HERE, "<frozen ", *(os.path.join(_LIBRARY, name) for name in ("os.py", "_collections_abc.py")))
-"""Modules that touch options on behalf of whoever calls them."""
+"""Modules that access options on behalf of their callers."""
 
 
 class WatchedOptions:
-    """What the program declares, and what it has read so far."""
+    """Options that the program declares, and those that it has read so far."""
 
     def __init__(self) -> None:
         self._declared: dict[tuple[str, str], dict[str, Any]] = {}
@@ -39,8 +39,8 @@ class WatchedOptions:
         self._reported = 0
 
     def declare(self, kind: str, name: str, value: Any, flags: Any = ()) -> None:
-        """An option that the program could read. Values are kept of numbers and truth values only: others may be
-        secrets."""
+        """Record an option that the program could read. Only values that are numbers or truth values are kept; others
+        may be secrets."""
         if len(self._declared) < MAX_OPTIONS:
             value = value if isinstance(value, (bool, int, float)) else None
             self._declared[kind, name] = {"kind": kind, "name": name[:MAX_NAME], "value": value, "flags": list(flags)}
@@ -52,12 +52,12 @@ class WatchedOptions:
         return (kind, name) in self._read
 
     def read(self, kind: str, name: str = AT_ONCE) -> None:
-        """An option was read."""
+        """Record that an option was read."""
         if len(self._read) < 4 * MAX_OPTIONS:
             self._read.add((kind, name))
 
     def report(self, source: str) -> bool:
-        """Writes what is known, if that is more than the last time; whether it did."""
+        """Write what is known, if that is more than last time; return whether it was."""
         seen = len(self._declared) + len(self._read)
         if seen == self._reported:
             return False
@@ -67,7 +67,7 @@ class WatchedOptions:
 
     @guarded("options")
     def _write(self, source: str) -> None:
-        read, declared = self._read.copy(), self._declared.copy()  # other threads go on reading
+        read, declared = self._read.copy(), self._declared.copy()  # other threads continue reading
         at_once = {kind for kind, name in read if name == AT_ONCE}
         options = [{**one, "is_read": key in read, "at_once": key[0] in at_once} for key, one in declared.items()]
         if options:
@@ -78,7 +78,7 @@ OPTIONS = WatchedOptions()
 
 
 def _reader() -> Any:
-    """Code that reads an option, go-betweens left out."""
+    """Return the code that reads an option, without go-betweens."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_GO_BETWEENS):
         frame = frame.f_back
@@ -89,8 +89,8 @@ def _reader() -> Any:
 
 
 def argparse(module: Any) -> None:
-    """``argparse``. The class itself is watched, so that copies and pickles of a Namespace stay what they are; to copy
-    one is not to read it."""
+    """Hook for ``argparse``. It watches the class itself, so that copies and pickles of a Namespace stay unchanged;
+    copying one does not count as reading."""
     namespace, parser = module.Namespace, module.ArgumentParser
     parse, own = parser.parse_known_args, module.__file__
 
@@ -121,7 +121,7 @@ def argparse(module: Any) -> None:
 
 @guarded("arguments")
 def _declare(parser: Any, result: Any, namespace: type) -> None:
-    if type(result) is not namespace:  # what a program's own class does with its attributes is not seen
+    if type(result) is not namespace:  # a program's own class may use its attributes in unobserved ways
         OPTIONS.read(ARGPARSE)
         return
     values = object.__getattribute__(result, "__dict__")
@@ -131,7 +131,7 @@ def _declare(parser: Any, result: Any, namespace: type) -> None:
 
 
 def _actions(parser: Any) -> Iterator[Any]:
-    """Actions of a parser and of its subparsers."""
+    """Yield the actions of a parser and of its subparsers."""
     for action in parser._actions:
         yield action
         choices = getattr(action, "choices", None)
@@ -139,11 +139,11 @@ def _actions(parser: Any) -> Iterator[Any]:
             yield from _actions(other) if hasattr(other, "_actions") else ()
 
 
-# ---- the environment: what Python code reads; libraries in C read it unseen
+# ---- the environment: only reads by Python code are visible, not those by C libraries
 
 
 def environment() -> None:
-    """``os.environ``: the trial's variables, and those that files of the program's own ask for."""
+    """Watch ``os.environ``: the trial's variables, and those that the program's own files read."""
     for name in filter(None, os.environ.get(VARIABLES, "").split(",")):
         OPTIONS.declare(ENVIRONMENT, name, None)
     kind: Any = type(os.environ)
@@ -172,17 +172,17 @@ def _read_variable(environ: Any, key: Any) -> None:
 
 
 def _is_own(path: str) -> bool:
-    """Whether a file is neither Python's, nor a package's, nor ours."""
+    """Whether a file belongs neither to Python nor to a package nor to this one."""
     return (
         not path.startswith((_LIBRARY, _SCRIPTS, "<")) and "site-packages" not in path and "dist-packages" not in path
     )
 
 
-# ---- OmegaConf, and Hydra with it: keys of its mappings
+# ---- OmegaConf, and with it Hydra: keys of its mappings
 
 
 def omegaconf(module: Any) -> None:
-    """``omegaconf.dictconfig``."""
+    """Hook for ``omegaconf.dictconfig``."""
     kind = module.DictConfig
     packages = (
         os.path.dirname(module.__file__),
@@ -215,7 +215,8 @@ def omegaconf(module: Any) -> None:
 
 
 def _takes_all(code: Any, packages: tuple[str, ...]) -> bool:
-    """Whether code takes a mapping in whole for a program: its own, or what makes objects of mappings."""
+    """Whether code takes a whole mapping for a program: the program's own code, or code that builds objects from
+    mappings."""
     return code.co_name in ("instantiate", "to_container", "to_object") or not code.co_filename.startswith(packages)
 
 
@@ -233,7 +234,7 @@ _roots: set[int] = set()
 
 
 def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Scalars of nested mappings by dotted name, interpolations left as they are."""
+    """Yield scalars of nested mappings by dotted name, with interpolations unresolved."""
     for key, node in config._content.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         content = getattr(node, "_content", None)

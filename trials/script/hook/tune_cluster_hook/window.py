@@ -1,8 +1,8 @@
 """Records steps with torch's profiler, then one more with module names and allocations; writes raw files only.
 
-Recordings are analysed outside of the program, because ending one takes seconds already. Hooks run inside of ranges
-that torch has opened, such as ``Optimizer.step``. A range that is opened in one recording and closed in another
-writes to freed memory, so one step between the two is not recorded.
+Recordings are analysed outside of the program, because even ending one takes seconds. Hooks run inside ranges opened by
+torch, such as ``Optimizer.step``. A range that is opened in one recording and closed in another writes to freed memory,
+so one step between the two is not recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .facts import FACTS, any_compiled, local_numel, spine, world_size
 from .steps import FOLDER_VARIABLE, STEPS, accelerator, guarded, note, rank
 
 VARIABLE = "TUNE_CLUSTER_PROFILE"
-"""JSON: what is to be recorded, by the keys that :class:`Window` reads."""
+"""Variable with the settings of the recording as JSON, with the keys that :class:`Window` reads."""
 MAX_MODULES = 5000
 MAX_TENSORS = 2000
 MAX_EVENTS = 50
@@ -29,7 +29,7 @@ _AGAIN = re.compile(r"Recompiling function .* in (.+:\d+)")
 
 
 class Compilations(logging.Handler):
-    """Listens to torch's own log of graph breaks and recompilations, which is silent otherwise."""
+    """Handler of torch's log of graph breaks and recompilations, which is otherwise off."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -38,7 +38,7 @@ class Compilations(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._take(record.getMessage())
-        except Exception:  # training goes on without
+        except Exception:  # training continues without it
             note("a line of the compiler's log was not recognized")
 
     def _take(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Compilations(logging.Handler):
                 continue
             lines = [line.strip() for line in text[match.end() :].splitlines() if line.strip()]
             if kind == "recompilation" and len(lines) > 1:
-                lines = lines[1:]  # the first says that a guard failed
+                lines = lines[1:]  # the first only reports a failed guard
             reason = re.sub(r"^(Graph Break Reason|Reason): ", "", lines[0]) if lines else ""
             key = kind, match.group(1), reason.lstrip("- ")[:MAX_REASON]
             if key in self.found or len(self.found) < MAX_EVENTS:
@@ -65,11 +65,11 @@ COMPILATIONS = Compilations()
 
 
 _enabled: set[str] = set()
-"""Logs that would be silent without us."""
+"""Logs enabled only for this recording."""
 
 
 def listen(module: Any) -> None:
-    """A module of torch's compiler that tells of graph breaks or recompilations has been imported."""
+    """Hook for modules of torch's compiler that log graph breaks or recompilations."""
     state: Any = getattr(sys.modules.get("torch._logging._internal"), "log_state", None)
     for name in ("graph_breaks", "recompiles"):
         is_shown = name not in _enabled and hasattr(state, "artifact_names") and name in state.artifact_names
@@ -80,14 +80,14 @@ def listen(module: Any) -> None:
         if not is_shown:
             _enabled.add(name)
             if name == "recompiles" and hasattr(state, "enable_artifact"):
-                state.enable_artifact(name)  # else it is not even put into words
+                state.enable_artifact(name)  # otherwise the message is not even formatted
 
 
 class Window:
-    """The recorded steps of this rank, by the number of steps that are over."""
+    """The recorded steps of this rank, by the number of finished steps."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
-        self._first = max(2, int(wanted["first"]))  # a step is known by its end: the first one has none before it
+        self._first = max(2, int(wanted["first"]))  # a step is bounded by ends, and the first has none before it
         self._last = max(self._first, int(wanted["last"]))
         self._is_named = bool(wanted.get("modules"))
         self._has_memory = bool(wanted.get("memory"))
@@ -103,7 +103,7 @@ class Window:
 
     @guarded("profile")
     def step_ended(self, count: int) -> None:
-        """Called when ``count`` steps are over."""
+        """Update after ``count`` steps are over."""
         named = self._last + 2
         if not self._is_wanted() or count > named:
             return
@@ -199,7 +199,7 @@ class Window:
             memory._record_memory_history(enabled=None)
 
     def _write(self) -> None:
-        """The last file: who finds it finds the others."""
+        """Write the last file: if it exists, so do the others."""
         backend = accelerator()
         description = {
             **self._meta,
@@ -235,7 +235,7 @@ def _profiler(*, memory: bool = False, stack: bool = False) -> Any:
 
 
 def _held(root: Any) -> tuple[list[dict[str, Any]], int]:
-    """Weights, gradients and optimiser state with their modules, the largest first; and their bytes together."""
+    """Return weights, gradients and optimiser states with their modules, the largest first, and their total bytes."""
     found: list[dict[str, Any]] = []
     names: dict[int, str] = {}
 
@@ -256,7 +256,7 @@ def _held(root: Any) -> tuple[list[dict[str, Any]], int]:
         for parameter, state in optimizer.state.items():
             for tensor in (state or {}).values():
                 if hasattr(tensor, "data_ptr"):
-                    add(tensor, names.get(id(parameter), ""), "optimizer state")
+                    add(tensor, names.get(id(parameter), ""), "optimiser state")
     found.sort(key=lambda one: -one["bytes"])
     return found[:MAX_TENSORS], sum(one["bytes"] for one in found)
 
@@ -267,7 +267,7 @@ HOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
     "torch._dynamo.guards": (listen,),
     "torch._dynamo.exc": (listen,),
 }
-"""What happens when the program has imported a module, in a run that is recorded."""
+"""Hooks to run after the program has imported a module, in a recorded run."""
 
 
 def install() -> None:
