@@ -585,7 +585,7 @@ def num_foreign(earlier: Iterable[EarlierTrial]) -> int:
 
 
 def foreign_noise(earlier: Sequence[EarlierTrial], first_row: int) -> dict[int, float]:
-    """Map the rows of foreign runs to the standard deviations of their log times; the rows of ``earlier`` begin at ``first_row``."""
+    """Map rows of foreign runs to standard deviations of their log times; ``earlier`` begins at ``first_row``."""
     return {row: FOREIGN_NOISE_STD for row, trial in enumerate(earlier, first_row) if trial.is_foreign}
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import TypeAdapter
 
 from orchestrator import units
 from orchestrator.config.search_settings import LearnFromSection, SpeedUnit
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.mlflow_urls import public_uri, sqlite_path
 from orchestrator.search.knob_effects import EarlierTrial
-from orchestrator.space.knobs import KNOB_NAMES
-from orchestrator.space.notation import flat_params
+from orchestrator.space.knobs import KNOB_NAMES, KNOBS, CustomScalar
 from orchestrator.space.rules import check
 from orchestrator.sweep.snapshot import Home, nearest
 from orchestrator.text import one_line, plain
@@ -65,7 +71,7 @@ def earlier_runs(spec: SweepSpec, home: Home) -> EarlierRuns:
         experiment = _experiment(spec, found, client, uri)
         runs = _finished(client, experiment)
         _require(spec, found, runs)
-        trials, skipped = _Reader(spec, found, client, experiment).read(runs)
+        trials, skipped = _Reader.of(spec, found, client, experiment).read(runs)
     summary = _summary(found.experiment, len(trials), skipped)
     logger.log(logging.WARNING if skipped or not trials else logging.INFO, "%s", summary)
     return EarlierRuns(trials=trials, summary=summary)
@@ -73,7 +79,7 @@ def earlier_runs(spec: SweepSpec, home: Home) -> EarlierRuns:
 
 def _uri(spec: SweepSpec, found: LearnFromSection, home: Home) -> str:
     uri = found.uri or spec.tracking.uri or home.default_tracking_uri
-    path = sqlite_path(uri)
+    path = Path(urlsplit(uri).path) if uri.startswith("file:") else sqlite_path(uri)
     if path is not None and not path.exists():  # connecting would create it
         raise spec.error((*_KEY, "uri"), f"there is no MLflow store at {path}", "Set the store of your runs.")
     return uri
@@ -144,11 +150,13 @@ class _Reader:
     found: LearnFromSection
     client: Any
     experiment: str
-    choices: Mapping[str, Mapping[str, Any]] = field(init=False)
-    """By knob: each value of the sweep by its text."""
+    meanings: Mapping[str, Callable[[str], tuple[Any, ...]]]
+    """By knob: from a param's text to the value in the space, or to nothing."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "choices", {knob: _choices(self.spec, knob) for knob in self.found.params.values()})
+    @classmethod
+    def of(cls, spec: SweepSpec, found: LearnFromSection, client: Any, experiment: str) -> Self:
+        meanings = {knob: _meaning(spec, knob) for knob in found.params.values()}
+        return cls(spec, found, client, experiment, meanings)
 
     def read(self, runs: Iterable[Any]) -> tuple[tuple[EarlierTrial, ...], Mapping[str, int]]:
         """Trials of the usable runs, and the number of the others by reason."""
@@ -181,10 +189,10 @@ class _Reader:
             text = run.data.params.get(param)
             if text is None:
                 raise _SkippedError(f"no param {param}")
-            key = _text(text)
-            if key not in self.choices[knob]:
+            meant = self.meanings[knob](text)
+            if not meant:
                 raise _SkippedError(f"{param}={text[:40]} is not in the space")
-            values[knob] = self.choices[knob][key]
+            values[knob] = meant[0]
         own = {knob: value for knob, value in values.items() if knob not in KNOB_NAMES}
         built_in = {knob: value for knob, value in values.items() if knob in KNOB_NAMES}
         candidate = self.spec.candidate_of(built_in, own)
@@ -207,27 +215,46 @@ class _Reader:
         return _seconds(value, self.found.unit, self.spec, num_devices)
 
 
-def _choices(spec: SweepSpec, knob: str) -> dict[str, Any]:
-    """Values of the knob in the space and in the baseline, by their texts."""
-    if knob not in KNOB_NAMES:
-        values = next(one.values for one in spec.custom_knobs if one.name == knob)
-        inherited = [choice.value for choice in spec.baseline_candidate.own if choice.name == knob]
-        return {_text(value): value for value in (*values, *inherited)}
-    found: dict[str, Any] = {}
-    for value in spec.choices[knob]:
-        found[_text(value)] = value
-        found.setdefault(_text(flat_params(spec.candidate_of({knob: value}, {}))[knob]), value)
-    return found
+def _meaning(spec: SweepSpec, knob: str) -> Callable[[str], tuple[Any, ...]]:
+    """The function from a param's text to the knob's value in the space, as a tuple of it; empty if there is none."""
+    if knob in KNOB_NAMES:
+        adapter = TypeAdapter(next(one.type for one in KNOBS if one.name == knob))
+        return partial(_built_in_choice, spec.choices[knob], adapter)
+    choices = _custom_choices(spec, knob)
+    return lambda text: (choices[_text(text)],) if _text(text) in choices else ()
+
+
+def _custom_choices(spec: SweepSpec, knob: str) -> dict[str, CustomScalar]:
+    """Values of a custom knob in the space and in the baseline, by their texts."""
+    values = next(one.values for one in spec.custom_knobs if one.name == knob)
+    own = [choice.value for choice in spec.baseline_candidate.own if choice.name == knob]
+    return {_text(value): value for value in (*values, *own)}
 
 
 def _text(value: Any) -> str:
     """One text for equal values, however they are written: ``4``, ``4.0``; ``true``, ``True``."""
     text = str(value).strip()
     try:
-        number = float(text)
+        return f"{float(text):.12g}"
     except ValueError:
-        return text.lower() if text.lower() in ("true", "false", "none") else text
-    return f"{number:.12g}"
+        return text.lower() if text.lower() in ("true", "false") else text
+
+
+def _built_in_choice(choices: Sequence[Any], adapter: TypeAdapter[Any], text: str) -> tuple[Any, ...]:
+    """The choice that a param's text means, written as in a sweep file; empty if there is none."""
+    for written in (_parsed(text), text):
+        with contextlib.suppress(ValueError):  # it is no value of this knob
+            value = adapter.validate_python(written)
+            if value in choices:
+                return (value,)
+    return ()
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _seconds(value: float, unit: SpeedUnit, spec: SweepSpec, num_devices: int) -> float:
