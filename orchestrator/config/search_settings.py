@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from orchestrator.config.settings import Size
+from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.space.file_types import Section, fault, off_is_false
 
 
@@ -28,7 +29,6 @@ EarlyStopFactor = Annotated[
 
 SpeedUnit = Literal["s/step", "ms/step", "steps/s", "tokens/s", "samples/s", "tokens/s/device", "samples/s/device"]
 """Units of a metric that states how fast a run was."""
-LEARN_URI_PATTERN = r"^(https?://\S+|sqlite:////.*\S|file:///.*\S)$"
 
 
 class LearnFromSection(Section):
@@ -39,9 +39,9 @@ class LearnFromSection(Section):
     )
     uri: str | None = Field(
         default=None,
-        pattern=LEARN_URI_PATTERN,
-        description="MLflow store with the experiment: http(s)://host:port, sqlite:////absolute/path.db or "
-        "file:///absolute/folder; null: the store of section `tracking`.",
+        pattern=URI_PATTERN,
+        description="MLflow store with the experiment: http(s)://host:port or sqlite:////absolute/path.db; null: the "
+        "store of section `tracking`.",
     )
     metric: str = Field(
         min_length=1,

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import yaml
 from pydantic import TypeAdapter
@@ -79,7 +77,7 @@ def earlier_runs(spec: SweepSpec, home: Home) -> EarlierRuns:
 
 def _uri(spec: SweepSpec, found: LearnFromSection, home: Home) -> str:
     uri = found.uri or spec.tracking.uri or home.default_tracking_uri
-    path = Path(urlsplit(uri).path) if uri.startswith("file:") else sqlite_path(uri)
+    path = sqlite_path(uri)
     if path is not None and not path.exists():  # connecting would create it
         raise spec.error((*_KEY, "uri"), f"there is no MLflow store at {path}", "Set the store of your runs.")
     return uri

@@ -145,14 +145,6 @@ def test_units(tmp_path, store, unit, value, seconds):
     assert trial.step_time_s == pytest.approx(seconds)
 
 
-def test_a_folder_of_mlflow_is_read_as_well(tmp_path):
-    folder = f"file://{tmp_path}/mlruns"
-    record(folder, {"engine": "b", "tile_size": 8}, [160.0])
-    assert len(earlier_runs(loaded(tmp_path, folder), home(tmp_path)).trials) == 1
-    with pytest.raises(ConfigError, match="there is no MLflow store at"):
-        earlier_runs(loaded(tmp_path, f"file://{tmp_path}/other"), home(tmp_path))
-
-
 def test_the_newest_runs_count(tmp_path, store):
     for _ in range(MAX_RUNS_USED + 2):
         record(store, {"engine": "b", "tile_size": 8}, [160.0])
