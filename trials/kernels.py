@@ -1,4 +1,4 @@
-"""Graph mode (torch.compile) and the choice of kernels. Knows models, parallelism and precision, but no training."""
+"""Graph mode (torch.compile) and the choice of kernels. Depends on models, parallelism and precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trials.models.model import TrainModel
 from trials.outcome import Phase, ProgressSink
 from trials.precision import compute_dtype, matmul_precision
 from trials.reports import GraphReport, KernelTuningReport
-from trials.spec import Kernels, LlamaModel, TrialSpec, decoder_of
+from trials.spec import Kernels, Layout, LlamaModel, TrialSpec, decoder_of
 
 # Heartbeats of a compiling rank: a cold compilation takes minutes, in which no step ends.
 #
@@ -244,12 +244,12 @@ _HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypa
 
 
 def apply_compile(model: TrainModel, kernels: Kernels) -> None:
-    """Compile in place every layer, equal ones sharing the code, with head and loss, or the model as a whole.
+    """Compile in place every layer (equal layers share code) with head and loss, or the whole model.
 
-    A layer of ours must be one graph, and so must head and loss; the whole model may break into several, as it does at
-    FSDP's hooks. Shapes are fixed within a trial, so every shape gets a graph of its own instead of one for all.
+    A built-in layer must be one graph, and so must head and loss; the whole model may break into several, as it does at
+    FSDP's hooks. Shapes are fixed within a trial, so every shape gets its own graph instead of one dynamic graph.
 
-    A loss in chunks is no part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
+    A chunked loss is not part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
     """
     if kernels.compile == "off":
         return
@@ -273,8 +273,7 @@ class Compilation:
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial in a process compiles and counts for itself; callbacks
-    stay."""
+    """Drop everything compiled so far, so that every trial in a process compiles for itself; callbacks stay."""
     begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
     callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends
@@ -324,6 +323,9 @@ ATTENTION_BACKENDS: dict[Kernel, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 
+_FIRST_CUDNN_CAPABILITY = (9, 0)
+"""Lowest CUDA compute capability on which cuDNN's attention is faster than FlashAttention-2: Hopper."""
+_TRIED_POSITIONS = 128
 _MAX_GRAPHS_PER_FUNCTION = 128
 """Dynamo gives up on functions compiled more often; to it, blocks of different shapes are one function."""
 
@@ -354,7 +356,36 @@ def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> 
     dtype = torch.float32 if is_wide else compute_dtype(candidate.precision)
     is_target = device.type == FAMILIES[spec.device].torch_device
     known = capability(device) if is_target else None
-    return plan_attention(model, candidate.kernels.attention, dtype, spec.device, known)
+    plan = plan_attention(model, candidate.kernels.attention, dtype, spec.device, known)
+    if candidate.kernels.attention == "auto" and known is not None and _prefers_cudnn(plan, spec, model, device, known):
+        return dataclasses.replace(plan, kernel="cudnn")
+    return plan
+
+
+def _prefers_cudnn(
+    plan: AttentionPlan, spec: TrialSpec, model: LlamaModel, device: torch.device, known: tuple[int, int]
+) -> bool:
+    """Whether parts of the keys are attended to by cuDNN: on Hopper and later, where torch takes it for whole sequences
+    and it runs for parts. Otherwise context parallelism would be compared by kernel, not by method."""
+    if not _attends_to_parts(spec.candidate.layout) or known < _FIRST_CUDNN_CAPABILITY or plan.kernel != "flash":
+        return False
+    q, k, v = _tried(plan, model, device)
+    is_grouped = model.num_kv_heads < model.num_heads
+    chosen = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    return chosen == SDPBackend.CUDNN_ATTENTION.value and _runs_attention("cudnn", spec, model, device)
+
+
+def _attends_to_parts(layout: Layout) -> bool:
+    return layout.cp > 1 and layout.cp_method != "ulysses"
+
+
+def _tried(plan: AttentionPlan, model: LlamaModel, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values to try a kernel with; all require gradients, as in training."""
+    q, k, v = (
+        torch.zeros(1, heads, _TRIED_POSITIONS, model.hidden_size // model.num_heads, dtype=plan.dtype, device=device)
+        for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
 def expected_attention(spec: TrialSpec) -> contextlib.AbstractContextManager[None]:
@@ -386,17 +417,14 @@ def _runs_attention(name: Kernel, spec: TrialSpec, model: LlamaModel, device: to
     kernels = dataclasses.replace(spec.candidate.kernels, attention=name)
     candidate = dataclasses.replace(spec.candidate, kernels=kernels)
     plan = attention_plan(dataclasses.replace(spec, candidate=candidate), model, device)
-    q, k, v = (
-        torch.zeros(1, heads, 16, model.hidden_size // model.num_heads, dtype=plan.dtype, device=device)
-        for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-    )
-    layout = spec.candidate.layout
+    q, k, v = _tried(plan, model, device)
     with warnings.catch_warnings(action="ignore"), sdpa_kernel(ATTENTION_BACKENDS[name]):
         try:
-            if layout.cp > 1 and layout.cp_method != "ulysses":
-                _try_parts(plan, q, k, v)
+            if _attends_to_parts(spec.candidate.layout):
+                with torch.no_grad():
+                    _try_parts(plan, q, k, v)
             else:
-                torch.autograd.backward(causal_attention(q.requires_grad_(), k, v, expands=plan.expands).sum())
+                torch.autograd.backward(causal_attention(q, k, v, expands=plan.expands).sum())
         except RuntimeError:
             return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -28,8 +29,7 @@ from trials.outcome import Phase
 #
 # The load of others is the time the processors were busy less the time of the sweep's own processes. It therefore
 # includes other containers, whose processes are invisible here. One sample reads ``/proc/stat`` and the ``stat`` of
-# every
-# process, about 20 microseconds each; a warden takes two or three samples per attempt.
+# every process, about 20 microseconds each; a warden takes two or three samples per attempt.
 
 CONTROLLER_VARIABLE = "TUNE_CLUSTER_CONTROLLER"
 """The controller's pid, for processes it starts on its own host. Its descendants belong to the sweep."""
@@ -238,9 +238,10 @@ USAGE_PERIOD_S = 1.0
 """Seconds between two samples of processors and memory, for gangs of up to a minute."""
 MAX_USAGE = 64
 """Most values kept of each figure."""
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""Names of the field with the reasons for lower clocks: today's, and that of drivers before 535, now deprecated."""
 _CLOCKS = (
-    "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu,memory.used"
-    ",utilization.gpu,power.draw"
+    "--query-gpu=index,uuid,{reasons},clocks.sm,clocks.max.sm,temperature.gpu,memory.used,utilization.gpu,power.draw"
 )
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _FORMAT = "--format=csv,noheader,nounits"
@@ -378,6 +379,17 @@ class LoadWatch:
             write_atomically(path, [json.dumps(to_json(found)).encode()])
 
 
+@functools.cache
+def reasons_field(smi: str) -> str:
+    """Return the name under which this nvidia-smi has the reasons for lower clocks. An unknown name would fail the
+    whole query."""
+    try:
+        known = subprocess.run([smi, "--help-query-gpu"], capture_output=True, text=True, timeout=_GRACE_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        known = ""
+    return next((name for name in REASONS if name in known), REASONS[-1])
+
+
 class DeviceWatch:
     """Two runs of nvidia-smi during a gang: a periodic one for clocks, and one for processes."""
 
@@ -386,7 +398,7 @@ class DeviceWatch:
         self._folder = folder
         self._running: list[subprocess.Popen[bytes]] = []
         if handles and (smi := shutil.which("nvidia-smi")) is not None:
-            self._start([smi, _CLOCKS, _FORMAT, "-l", str(PERIOD_S)], self._clocks)
+            self._start([smi, _CLOCKS.format(reasons=reasons_field(smi)), _FORMAT, "-l", str(PERIOD_S)], self._clocks)
             self._start([smi, _PROCESSES, _FORMAT], self._processes)
 
     @property
@@ -425,8 +437,7 @@ def with_devices(
     found: Disturbance, clocks: str, processes: str, handles: Sequence[DeviceHandle], own: Collection[int]
 ) -> Disturbance:
     """Return ``found`` with nvidia-smi's results for these devices. For a MIG slice they are those of its GPU: clocks
-    and
-    heat are shared, but processes may belong to other slices.
+    and heat are shared, but processes may belong to other slices.
 
     A process counts as foreign only if it is visible here. In a container, nvidia-smi gives the host's pids, which mean
     nothing, or another process, inside.

@@ -64,7 +64,7 @@ class LearnFromSection(Section):
 
 
 class SearchSection(Section):
-    """In what order candidates are tried."""
+    """Order in which candidates are tried."""
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",

@@ -485,7 +485,7 @@ class BudgetSection(Section):
 
 
 class DeadlinesSection(Section):
-    """Seconds a trial may spend before it is killed."""
+    """Seconds a trial may spend before it is killed; longer where the cost model expects slow steps."""
 
     starting_s: Positive = Field(
         default=Deadlines().starting_s, description="From launch until all ranks are training."

@@ -267,7 +267,7 @@ class LinearSection(Section):
 
 
 class TextSection(Section):
-    """Byte-level tokens of text files; what llama models read by default."""
+    """Byte-level tokens of text files: the default for llama models."""
 
     kind: Literal["text"] = Field(description="How the data is read.")
     path: str | None = Field(
@@ -308,7 +308,7 @@ class TokenFileSection(Section):
 
 
 class ImageFolderSection(Section):
-    """JPEG files in one folder per class; what resnet models read."""
+    """JPEG files in one folder per class, for resnet models."""
 
     kind: Literal["image_folder"] = Field(description="How the data is read.")
     path: str | None = Field(
@@ -328,7 +328,7 @@ class ImageFolderSection(Section):
 
 
 class RandomSection(Section):
-    """Normal vectors, drawn per step; what linear models read."""
+    """Normal vectors, drawn per step, for linear models."""
 
     kind: Literal["random"] = Field(description="How the data is read.")
 
@@ -571,7 +571,7 @@ class PythonSection(Section):
     """Your PyTorch module, parallelized by the built-in runner. See docs/python-workload.md."""
 
     TAG: ClassVar[str] = "python"
-    kind: Literal["python"] = Field(description="That it is one.")
+    kind: Literal["python"] = Field(description="Kind of workload.")
     model: FunctionName = Field(description="Function without arguments that builds the module: `my_model:build`.")
     loss: FunctionName = Field(description="Function of outputs and targets that returns the mean loss, a scalar.")
     data: FunctionName = Field(

@@ -367,6 +367,8 @@ def _workload(
     """Section ``workload``, key by key."""
     where = os.path.relpath(cwd, folder)
     found: dict[str, Any] = {"recipe": script.framework.name, "run": list(argv)}
+    if script.uses_placeholders and script.program.trial:
+        found["trial_args"] = list(script.program.trial)
     if where != ".":
         found["cwd"] = where if len(where) < len(str(cwd)) else str(cwd)
     if env := {**script.run.env, **(script.program.env if script.uses_placeholders else {})}:
@@ -400,11 +402,14 @@ def _lines(
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your training program; all keys: docs/your-own-training.md")
-    notes = {"global_batch_size": " # samples of an optimiser step over all devices"}
+    notes = {
+        "global_batch_size": " # samples of an optimiser step over all devices",
+        "trial_args": " # in trials only",
+    }
     if not _stated_length(script) and workload.get("seq_length") == script.detected.facts.seq_length:
         notes["seq_length"] = " # tokens of a sample, read from the model's inputs"
     for key, value in workload.items():
-        shown = yaml_words(value) if key == "run" else value_text(value)
+        shown = yaml_words(value) if key in ("run", "trial_args") else value_text(value)
         yield f"  {key}: {shown}{notes.get(key, '')}"
     yield from (f"cluster: {machine.section}", "")
     if isinstance(baseline, str):

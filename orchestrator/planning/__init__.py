@@ -1,4 +1,4 @@
-"""Planning: legal candidates, why others are rejected, predictions, and prior knowledge.
+"""Planning: legal candidates, rejected ones with reasons, predictions, and prior knowledge.
 
 Uses search, config and space; reads the ledger, but does not depend on controllers.
 """

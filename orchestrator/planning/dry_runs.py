@@ -53,16 +53,16 @@ from trials.spec import Candidate, TrialSpec, Workload
 
 # ---- Hardware for planning: the cluster request of a sweep file, and profiles of probes
 #
-# It reads sweep files and the home, and describes clusters without starting one.
+# Reads sweep files and the home, and describes clusters without starting one.
 
 logger = logging.getLogger(__name__)
 
 MACHINE = ("accelerator", "deviation", "slow_nodes", "seed")
-"""Keys of section ``simulation`` that make a simulated machine another one."""
+"""Keys of section ``simulation`` that identify a simulated machine."""
 
 
 def profile_key(spec: SweepSpec, topology: Topology) -> str:
-    """The key of the profile of a hardware; all nodes of a cluster have the same key."""
+    """Return the key of a hardware's profile; all nodes of a cluster have the same key."""
     first, versions, simulation = topology.nodes[0], fingerprint(topology), spec.cluster.simulation
     return digest(
         {
@@ -88,7 +88,7 @@ class HardwareProfileStore:
         return self.folder / f"{key}.json"
 
     def get(self, key: str) -> Profile | None:
-        """The profile, or None; a file that cannot be read counts as missing."""
+        """Return the profile, or None; an unreadable file counts as missing."""
         path = self.path(key)
         try:
             return from_json(Profile, json.loads(path.read_text(encoding="utf-8")))
@@ -99,7 +99,7 @@ class HardwareProfileStore:
             return None
 
     def add(self, key: str, measured: Profile) -> Profile:
-        """Save new measurements along with other nodes' earlier rates, atomically."""
+        """Save new measurements with other nodes' earlier rates, atomically."""
         known = self.get(key)
         profile = measured if known is None else known.updated(measured)
         make_private_folder(self.folder)
@@ -108,7 +108,7 @@ class HardwareProfileStore:
 
 
 def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Profile | None:
-    """Probe measurements of the nodes of ``topology``; None if none of them was probed."""
+    """Return the probe's measurements of the nodes of ``topology``; None if none of them was probed."""
     if topology is None:
         return None
     known = HardwareProfileStore.of(home).get(profile_key(spec, topology))
@@ -120,11 +120,11 @@ _PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
 
 
 def fingerprint(topology: Topology, virtual: str = "", env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Names and versions of hardware and software, flat. Two measurements are comparable only if these are equal.
+    """Return names and versions of hardware and software. Measurements are comparable only if these are equal.
 
     Args:
         virtual: distinguishes simulated clusters; empty for a real one.
-        env: environment variables that the sweep file gives all ranks.
+        env: environment variables from the sweep file for all ranks.
     """
     first = topology.nodes[0]
     versions = {package: _version(package) for package in _PACKAGES}
@@ -142,7 +142,7 @@ def fingerprint(topology: Topology, virtual: str = "", env: Mapping[str, str] | 
 
 
 def _version(package: str) -> str:
-    """The installed version, if any: plans and reports do not require all packages."""
+    """Return the installed version, if any: plans and reports do not require all packages."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -160,11 +160,11 @@ logger = logging.getLogger(__name__)
 
 
 def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> ClusterRequest:
-    """The cluster request of a sweep file.
+    """Return the cluster request of a sweep file.
 
     Args:
         home: has the profiles with slow nodes, and the rules of the queue; None: without both.
-        address: the Ray cluster's, in place of the one in the file.
+        address: the Ray cluster's, instead of the one in the file.
 
     Raises:
         ConfigError: the home's ``queue.yaml`` cannot be used.
@@ -207,7 +207,7 @@ def _claim(spec: SweepSpec, home: Home) -> Claim:
 
 
 def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
-    """A function that returns the nodes of a lease that the file excludes; None if it excludes none."""
+    """Return a function from a lease to its nodes that the file excludes; None if it excludes none."""
     cluster = spec.cluster
     if not cluster.exclude_nodes and not cluster.exclude_slow_nodes:
         return None
@@ -232,10 +232,10 @@ def _slow_nodes(spec: SweepSpec, topology: Topology, home: Home) -> tuple[str, .
 
 
 def known_topology(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> Topology | None:
-    """Maximum nodes of the sweep; None if only the cluster knows them.
+    """Return the most nodes of the sweep; None if only the cluster knows them.
 
     Args:
-        address: the Ray cluster's, in place of the one in the file.
+        address: the Ray cluster's, instead of the one in the file.
 
     Raises:
         ConfigError: as :func:`cluster_request`.
@@ -245,15 +245,15 @@ def known_topology(spec: SweepSpec, home: Home | None = None, *, address: str | 
 
 
 def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:
-    """The kind of device of the trials: from the file, else what exists, else GPUs."""
+    """Return the trials' kind of device: from the file, else the existing one, else GPUs."""
     if spec.cluster.device != "auto":
         return spec.cluster.device
     return "cuda" if topology is None else topology.nodes[0].device_kind
 
 
 def memory_limit_bytes(spec: SweepSpec, topology: Topology | None) -> int | None:
-    """Device memory of a rank: from the file, else that of the smallest GPU; None if unknown. Ranks on CPUs share the
-    host's memory, so there is no limit per rank."""
+    """Return the device memory of a rank: from the file, else that of the smallest GPU; None if unknown. Ranks on CPUs
+    share the host's memory, so they have no limit."""
     if spec.cluster.device_memory_bytes is not None or topology is None:
         return spec.cluster.device_memory_bytes
     return min((node.device_memory_bytes for node in topology.nodes if node.device_kind != "cpu"), default=None)
@@ -261,25 +261,25 @@ def memory_limit_bytes(spec: SweepSpec, topology: Topology | None) -> int | None
 
 # ---- Dry runs of candidates: simulated without hardware, cached, and the rule based on them
 #
-# Decides which ranks to simulate, with how few layers, and what is already cached. Torch runs in a separate process,
-# never here.
+# Decides which ranks to simulate, with how few layers, and what is already cached. Torch runs only in a separate
+# process.
 
 # Dry runs cached on disk, by their inputs
 
 
 def cache_key(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> str:
-    """Key of an estimate, from all its inputs: those shared by a sweep's trials, then the candidate."""
+    """Return the key of an estimate, from all its inputs: those shared by a sweep's trials, and the candidate."""
     return f"{_shared_key(workload, mode=mode, exact=exact)}.{candidate.config_key}"
 
 
 def _shared_key(workload: Workload, *, mode: Mode, exact: bool) -> str:
-    """Digest of the inputs shared by a sweep's trials, including the versions of torch and of the simulation."""
+    """Return the digest of a sweep's shared inputs, including the versions of torch and of the simulation."""
     shared = {"workload": workload, "mode": mode, "exact": exact, "torch": _torch_version(), "dryrun": VERSION}
     return digest(shared)[:32]
 
 
 def _torch_version() -> str:
-    """Installed version of torch; empty if it is not installed."""
+    """Return the installed version of torch; empty if not installed."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -293,12 +293,12 @@ class DryRunCache:
     folder: Path
 
     def get(self, key: str) -> DryRunEstimate | None:
-        """The estimate, or None; a file that cannot be read counts as missing."""
+        """Return the estimate, or None; an unreadable file counts as missing."""
         found = self._read(self._path(key))
         return found[1] if found is not None else None
 
     def of_workload(self, workload: Workload, *, mode: Mode, exact: bool) -> Iterator[tuple[Candidate, DryRunEstimate]]:
-        """All estimates of a workload: one listing of the folder, and one read per estimate."""
+        """Yield all estimates of a workload, with one listing of the folder, and one read per estimate."""
         for path in sorted(self.folder.glob(f"{_shared_key(workload, mode=mode, exact=exact)}.*.json")):
             if (found := self._read(path)) is not None:
                 yield found
@@ -324,7 +324,7 @@ class DryRunCache:
         return self.folder / f"{key}.json"
 
 
-# Cached estimates of dry runs, and the rule that rejects candidates that would not fit into memory
+# Cached estimates of dry runs, and the rule that rejects candidates that do not fit into memory
 
 RULE_ID = "dryrun-memory"
 
@@ -344,18 +344,18 @@ class DryRunEstimates:
     host_limit_bytes: int | None = None
     """Host memory of the smallest node; None if unknown, or if the devices are CPUs."""
     ranks_per_node: int = 1
-    """Maximum number of ranks that share it."""
+    """Most ranks that share it."""
     devices_are_host: bool = False
     """Whether ranks compute on CPUs, where offloading saves no memory."""
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Estimated peak of a candidate, with the margin for fragmentation and non-tensor memory."""
+        """Return a candidate's estimated peak, with a margin for fragmentation and non-tensor memory."""
         others = self.context_bytes + self.communicator_bytes * num_communicators(candidate.layout)
         estimate = self.by_candidate[candidate]
         return estimate.needed_bytes(FRAGMENTATION, others) + estimate.host_bytes * self.devices_are_host
 
     def to_json(self, candidate: Candidate) -> dict[str, int]:
-        """Peak and need of the candidate; empty without a dry run."""
+        """Return peak and need of the candidate; empty without a dry run."""
         estimate = self.by_candidate.get(candidate)
         if estimate is None:
             return {}
@@ -366,7 +366,7 @@ class DryRunEstimates:
         return predicted | ({"predicted_host_bytes": estimate.host_bytes} if estimate.host_bytes else {})
 
     def rule(self, baseline: Candidate) -> Rule:
-        """A rule that rejects candidates that would not fit, but never the baseline, which is known to run."""
+        """Return a rule that rejects candidates that do not fit, but never the baseline, which is known to run."""
 
         def check(case: Case) -> str | None:
             return None if case.candidate == baseline else self._problem(case.candidate)
@@ -400,7 +400,7 @@ class DryRunEstimates:
 
 
 def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> DryRunEstimates:
-    """Cached estimates for the workload on the device kind of its trials; prefers exact simulations."""
+    """Return cached estimates for the workload on its trials' kind of device; exact simulations take precedence."""
     if spec.script is not None:  # programs cannot be simulated
         return DryRunEstimates()
     kind = device_kind(spec, topology)
@@ -423,10 +423,10 @@ def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCach
     )
 
 
-# Dry runs: estimates the memory of candidates without hardware, from one simulated rank per pipeline stage
+# Dry runs: estimate the memory of candidates without hardware, from one simulated rank per pipeline stage
 
 TIMEOUT_S = 600.0
-"""Limit for one simulation; the largest take a minute."""
+"""Time limit of one simulation, in seconds; the largest take a minute."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of simulations done and their total."""
@@ -434,7 +434,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """The simulations one pipeline stage needs, by their number in the batch."""
+    """A pipeline stage's simulations, by their numbers in the batch."""
 
     stage: int
     rank: int
@@ -499,7 +499,7 @@ def estimate_all(
         results[key] = made
         if cache is not None and isinstance(made, DryRunEstimate):
             cache.put(key, by_key[key], made)
-    if strange:  # this torch runs the schedule in a different order
+    if strange:  # this version of torch runs the schedule in a different order
         results |= zip(strange, estimate_all(workload, [*strange.values()], mode=mode, exact=True), strict=True)
     return [results[key] for key in keys]
 
@@ -507,7 +507,7 @@ def estimate_all(
 def _estimates(
     workload: Workload, candidates: Mapping[str, Candidate], *, mode: Mode, exact: bool, progress: Progress | None
 ) -> Iterator[tuple[str, DryRunEstimate | RunFailure | None]]:
-    """Each candidate's estimate as soon as it is available; None if extrapolation is impossible."""
+    """Yield each candidate's estimate once it is available; None if extrapolation is impossible."""
     batch = _Batch(mode)
     missing = {
         key: batch.plan(TrialSpec(workload=workload, candidate=candidate), exact=exact)
@@ -519,7 +519,7 @@ def _estimates(
 
 
 def representative_rank(candidate: Candidate, stage: int) -> int:
-    """The rank simulated for a stage: first on every other mesh axis, whose ranks are equivalent."""
+    """Return the rank to simulate for a stage: the first on every other axis, whose ranks are equivalent."""
     return stage * (candidate.layout.world_size // candidate.layout.pp)
 
 
@@ -548,7 +548,7 @@ def _of_stage(stage: _Stage, runs: Sequence[RankRun]) -> StageEstimate:
 
 
 def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Iterator[dict[int, Reply]]:
-    """Replies by the request's number, after each new one."""
+    """Yield the replies by request number, after each new one."""
     replies: dict[int, Reply] = {}
     if not requests:
         return

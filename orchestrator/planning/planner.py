@@ -1,9 +1,9 @@
 """The plan of a sweep: legal candidates, rejected ones, and why. Made before anything runs, without side effects.
 
-From a space too large to list, most candidates are drawn where the model expects the best: first the other choices are
-weighed on some layouts, then every layout is judged with a few good ones, and better layouts get more candidates. Of
-the listed ones, the search learns on the most promising, and on some of every layout. Just beyond either limit nearly
-everything is included, so there is no discontinuity.
+From a space too large to list, most candidates are drawn where the model expects the best. First, other choices are
+weighted on some layouts; then every layout is judged with a few good ones, and better layouts get more candidates. Of
+listed candidates, the search learns on the most promising, and on some of every layout. Just beyond either limit,
+nearly everything is included, so there is no discontinuity.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ Array = NDArray[np.float64]
 Rows = NDArray[np.int64]
 MakePredictor = Callable[[CandidateTable], Predictor]
 Legal = Callable[[CandidateTable], NDArray[np.bool_]]
-"""Which candidates of legal layouts are legal."""
+"""Function that returns which candidates of legal layouts are legal."""
 
 POOL_SIZE = 50_000
 """Number of candidates for the guided sampler."""
 SHIFTS = (0.0, -0.3, 0.3, 0.6)
-"""Errors common to all log memory predictions for which a pool has the most promising candidates ready."""
+"""Common errors of log memory predictions, for each of which a pool includes the most promising candidates."""
 OWN_STD = 0.15
-"""Standard deviation of the error of a log memory prediction on its own."""
+"""Standard deviation of the independent error of a log memory prediction."""
 ALIKE = 0.02
-"""By how much a candidate counts as slower, as a logarithm, at every doubling of those that the model takes for the
-same: knobs that it knows nothing of are to vary among the first, but not to crowd out everything else."""
+"""Penalty, as a log of time, per doubling of candidates that the model considers equal. Knobs unknown to the model
+should vary among the first ones without crowding out everything else."""
 SLOWER = 0.1
-"""A layout this much slower, as a logarithm, than the best is drawn from 1/e times as often."""
+"""Log of the slowdown relative to the best layout at which a layout is drawn from 1/e times as often."""
 SAME_EVERYWHERE = 0.25
-"""Share of the draws of a choice that is uniform."""
+"""Share of a choice's draws that is uniform."""
 PILOT = 128
-"""Layouts, and combinations of other choices, on which the choices are weighed."""
+"""Number of layouts, and of combinations of other choices, for weighting the choices."""
 NUM_TRIED = 6
-"""Combinations of other choices with which each layout is judged."""
+"""Combinations of other choices for judging each layout."""
 MAX_ROUNDS = 2
-"""Times that what was drawn twice is drawn again."""
+"""Rounds of redrawing duplicates."""
 MAX_JUDGED = 400_000
 """Number of candidates used to judge the layouts."""
 
 
 def promise(predictor: Predictor, shift: float = 0.0) -> Array:
-    """Log of expected time by the objective over the probability to fit, by row: lower is better.
+    """Return the log of expected time by the objective over the probability of fitting, by row; lower is better.
 
-    ``shift``: an error that the log memory predictions have in common.
+    ``shift``: common error of the log memory predictions.
     """
     found = predictor.estimates
     excess = np.log(found.peak_bytes / predictor.inputs.memory_bytes) + shift
@@ -92,7 +92,7 @@ def promise(predictor: Predictor, shift: float = 0.0) -> Array:
 
 
 def pool_rows(predictor: Predictor, size: int, seed: int) -> NDArray[np.intp]:
-    """The rows of at most ``size`` candidates for the guided sampler, in order; all if there are fewer."""
+    """Return the rows of at most ``size`` candidates for the guided sampler, in order; all if there are fewer."""
     num = len(predictor.candidates)
     if num <= size:
         return np.arange(num)
@@ -112,7 +112,7 @@ def pool_rows(predictor: Predictor, size: int, seed: int) -> NDArray[np.intp]:
 
 
 def _turns(places: NDArray[np.int32] | slice, num: int, seed: int) -> Rows:
-    """How many rows before each, in an order of chance, have its place."""
+    """Count, in a random order, the rows before each that have the same index."""
     if isinstance(places, slice):
         return np.zeros(num, dtype=np.int64)
     order = np.random.default_rng(seed).permutation(num)
@@ -124,7 +124,8 @@ def _turns(places: NDArray[np.int32] | slice, num: int, seed: int) -> Rows:
 
 
 def _best_of_each(groups: NDArray[np.int32], score: Array, size: int) -> NDArray[np.intp]:
-    """About ``size`` rows: as many of the best of every group, of very many groups of the best ones."""
+    """Return about ``size`` rows: equally many of the best of every group; with very many groups, of the best
+    groups."""
     order = np.lexsort((score, groups))
     _, starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
     rank = np.arange(len(order)) - np.repeat(starts, sizes)
@@ -137,9 +138,9 @@ class ModelSample:
     """Draws candidates of a space too large to list.
 
     Args:
-        space: of legal layouts only.
-        is_legal: judges candidates of such layouts.
-        predictor_of: the cost model on some candidates.
+        space: space of legal layouts only.
+        is_legal: returns which candidates of such layouts are legal.
+        predictor_of: returns the cost model on given candidates.
     """
 
     space: Space
@@ -153,7 +154,7 @@ class ModelSample:
         self._lengths = tuple(map(len, self.space.parts.values()))
 
     def draw(self, size: int) -> CandidateTable:
-        """At most ``size`` different candidates of legal layouts, in the order of the space."""
+        """Draw at most ``size`` distinct candidates of legal layouts, in the order of the space."""
         policies = self._some_policies()
         weights = self._choice_weights(policies)
         judged = self._judged(policies, weights)
@@ -164,16 +165,16 @@ class ModelSample:
         return self._table(policy, choice)
 
     def _some_policies(self) -> Rows:
-        """Rows of the layouts with their recompute policies; of very many a random part."""
+        """Return rows of the layouts with their recompute policies; of very many, a random sample."""
         num, most = len(self._policies), MAX_JUDGED // 2
         if num <= most:
             return np.arange(num)
         return np.sort(self._rng.choice(num, most, replace=False))
 
     def _choice_weights(self, policies: Rows) -> list[Array]:
-        """For each part of a candidate that does not depend on the layout, how likely each of its values is drawn.
+        """Return the probabilities of each value, for each part of a candidate that does not depend on the layout.
 
-        By what a value does to the promise of a candidate, on average over some layouts: a linear fit.
+        They follow a value's effect on the promise of a candidate, on average over some layouts: a linear fit.
         """
         classes = self._classes(int(policies[0]))
         uniform = [np.full(length, 1.0 / length) for length in self._lengths]
@@ -192,7 +193,7 @@ class ModelSample:
         return [_drawn(effects[start:end][of]) for start, end, of in zip(ends, ends[1:], classes, strict=False)]
 
     def _classes(self, policy: int) -> list[NDArray[np.int32]]:
-        """For each such part, the values that the cost model distinguishes."""
+        """Return, for each such part, the values that the cost model distinguishes."""
         found = []
         for axis, length in enumerate(self._lengths):
             where = [np.zeros(length, dtype=np.int64) for _ in self._lengths]
@@ -203,7 +204,8 @@ class ModelSample:
         return found
 
     def _judged(self, policies: Rows, weights: list[Array]) -> Array:
-        """The best promise of each of ``policies`` with a few combinations of choices, infinite if none is legal."""
+        """Return the best promise of each of ``policies`` with a few combinations of choices; infinite if none is
+        legal."""
         best = [int(np.argmax(weight)) for weight in weights]
         num = max(1, min(NUM_TRIED, MAX_JUDGED // len(policies)))
         choice = np.append(self._draw_choices(weights, num - 1), np.ravel_multi_index(best, self._lengths))
@@ -211,7 +213,7 @@ class ModelSample:
         return np.asarray(self._scores(table).reshape(len(policies), num).min(axis=1))
 
     def _completions(self, policies: Rows, judged: Array, weights: list[Array], size: int) -> tuple[Rows, Rows]:
-        """``size`` candidates as rows of ``_policies`` and numbers of combinations, sorted."""
+        """Draw ``size`` candidates as rows of ``_policies`` and numbers of combinations, sorted."""
         least = judged.min(initial=np.inf)
         slower = np.minimum(judged, least + 3.0) - least if np.isfinite(least) else np.zeros(len(judged))
         share = np.exp(-slower / SLOWER)
@@ -232,7 +234,7 @@ class ModelSample:
         return np.asarray(np.ravel_multi_index(where, self._lengths), dtype=np.int64)
 
     def _scores(self, table: CandidateTable) -> Array:
-        """The promise of each candidate, infinite for illegal ones."""
+        """Return the promise of each candidate; infinite for illegal ones."""
         scores = np.full(len(table), np.inf)
         legal = self.is_legal(table)
         if legal.any():
@@ -249,7 +251,7 @@ def _drawn(effects: Array) -> Array:
 
 
 def _spread(share: Array, size: int, most: int) -> Rows:
-    """How many of ``size`` go to each, in proportion to ``share``, at least one and at most ``most``."""
+    """Divide ``size`` in proportion to ``share``, at least one and at most ``most`` each."""
     low, high = 0.0, float(np.log(most / share.min()))
     for _ in range(60):
         middle = (low + high) / 2
@@ -262,10 +264,10 @@ def _spread(share: Array, size: int, most: int) -> Rows:
 # The plan of a sweep
 
 MAX_CANDIDATES = 500
-"""Maximum number of legal candidates in the saved plan; of the others only the count is saved."""
+"""Most legal candidates in the saved plan; the others are only counted."""
 
 MAX_SIZES = 6
-"""Maximum number of device counts to list individually."""
+"""Most device counts to list individually."""
 
 NUM_EXAMPLES = 3
 """Rejected candidates kept per rule; the others are only counted."""
@@ -286,8 +288,8 @@ class Plan:
 
     baseline: Candidate
     candidates: CandidateTable
-    """Legal candidates of the space in a fixed order, of a space too large to enumerate a random part; the baseline is
-    among them only if the space spans it."""
+    """Legal candidates in a fixed order; a random sample of a space too large to enumerate. Includes the baseline only
+    if the space does."""
     num_rejected: Mapping[str, int]
     """Rejected candidates by the first rule they break, most first."""
     examples: tuple[Rejection, ...]
@@ -295,17 +297,17 @@ class Plan:
     num_duplicates: int
     """Combinations of choices that duplicate another candidate; 0 if not counted."""
     product_size: int
-    """Number of all combinations: candidates + rejected + duplicates, where they could be enumerated."""
+    """Number of all combinations: candidates + rejected + duplicates, if they were enumerated."""
     beyond: LargeSpace | None = None
     """The full space, if it was too large to enumerate and ``candidates`` are a part of it."""
     estimates: DryRunEstimates = field(default_factory=DryRunEstimates)
     """Estimates of dry runs for the candidates."""
     balances: Mapping[Candidate, Balance] = field(default_factory=dict)
-    """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
+    """The stage balancer's candidates, a subset of ``candidates``, with their derivations."""
     devices: str = ""
-    """Device counts of the candidates, and how to try others; empty if the lease is unknown."""
+    """Device counts of the candidates, and the way to try others; empty if the lease is unknown."""
     unbalanced: str = ""
-    """Why there are no ``balances`` although the file requests them; empty otherwise."""
+    """Reason why there are no ``balances`` although the file requests them; else empty."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables from the file for all ranks."""
     defaults: tuple[Default, ...] = ()
@@ -315,11 +317,11 @@ class Plan:
 
     @property
     def too_large(self) -> str:
-        """How a space too large to enumerate is handled; empty if it was enumerated."""
+        """Describe how a space too large to enumerate is handled; empty if it was enumerated."""
         return "" if self.beyond is None else self.beyond.message
 
     def to_json(self, max_candidates: int | None = None) -> dict[str, Any]:
-        """The documented JSON form; lists at most ``max_candidates`` legal candidates, None: all of them."""
+        """Return the documented JSON form, with at most ``max_candidates`` legal candidates; None: all."""
         return {
             "baseline": self._describe(self.baseline),
             "num_legal": len(self.candidates),
@@ -367,11 +369,11 @@ def make_plan(
 ) -> Plan:
     """Sort the space into legal and rejected candidates.
 
-    Without a topology, rules about hardware are not applied; without estimates, which
-    :func:`orchestrator.planning.dry_runs.load_estimates` finds, the one about memory is not.
+    Without a topology, rules on hardware do not apply; without estimates
+    (:func:`orchestrator.planning.dry_runs.load_estimates`), the rule on memory does not.
 
     Raises:
-        ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
+        ConfigError: the baseline cannot run on this topology, or no candidate is legal.
     """
     estimates = estimates or DryRunEstimates()
     sorter = _sorter(spec, topology, estimates)
@@ -406,17 +408,17 @@ def make_plan(
 
 
 def _defaults(spec: SweepSpec, topology: Topology | None) -> tuple[Default, ...]:
-    """Default variables of ranks; none on simulated clusters, which have no ranks."""
+    """Return default variables of ranks; none on simulated clusters, which have no ranks."""
     if spec.cluster.kind == "simulated":
         return ()
     return defaults_of(device_kind(spec, topology), spec.cluster.num_nodes)
 
 
 def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryRunEstimates | None = None) -> None:
-    """Reject what :func:`make_plan` would reject, at the cost of finding one legal candidate.
+    """Raise the errors of :func:`make_plan`, at the cost of finding one legal candidate.
 
     Raises:
-        ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
+        ConfigError: the baseline cannot run on this topology, or no candidate is legal.
     """
     sorter = _sorter(spec, topology, estimates or DryRunEstimates())
     legal, beyond = _legal_space(sorter, _space(spec))
@@ -440,7 +442,8 @@ def _devices(spec: SweepSpec, candidates: CandidateTable, topology: Topology | N
 
 
 def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimates) -> _Sorter:
-    """
+    """Check the baseline and create the sorter.
+
     Raises:
         ConfigError: the baseline cannot run on this topology.
     """
@@ -453,13 +456,13 @@ def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimat
 
 
 def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
-    """The part of the space whose layouts are legal; also as a large space if it has too many candidates."""
+    """Restrict the space to legal layouts; also return it as a large space if it has too many candidates."""
     legal = replace(space, frames=sorter.legal_frames(space))
     return legal, LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
 
 
 def _drawn_by_model(space: Space, sorter: _Sorter, objective: Objective) -> CandidateTable | None:
-    """Candidates of a space of legal layouts, most where the cost model expects the best; None without predictions."""
+    """Draw candidates of legal layouts, most where the cost model expects the best; None without predictions."""
 
     def predictor_of(table: CandidateTable) -> Predictor:
         return make_predictor(sorter.workload, table, sorter.topology, objective=objective)
@@ -482,7 +485,7 @@ def _space(spec: SweepSpec) -> Space:
 def _balance(
     spec: SweepSpec, candidates: CandidateTable, topology: Topology | None, progress: BalanceProgress | None
 ) -> tuple[dict[Candidate, Balance], str]:
-    """The legal candidates added by the stage balancer, or why there are none."""
+    """Return the stage balancer's legal candidates, or the reason why there are none."""
     if not spec.space.balance:
         return {}, ""
 
@@ -503,26 +506,26 @@ class _Sorter:
     examples: list[Rejection] = field(default_factory=list)
 
     def legal_frames(self, space: Space) -> tuple[Frame, ...]:
-        """The frames that break no rule on layouts; the others count as rejected with all their completions."""
+        """Return the frames that break no rule on layouts; the others count as rejected with all their completions."""
         weights = np.array([space.num_completions(frame) for frame in space.frames], dtype=np.int64)
         legal = self._sorted(space.first_completions(), [rule for rule in self.rules if rule.is_on_layout], weights)
         return tuple(itertools.compress(space.frames, legal.tolist()))
 
     def legal(self, table: CandidateTable) -> CandidateTable:
-        """The legal candidates among some of legal frames; the others count as rejected."""
+        """Return the legal candidates among those of legal frames; the others count as rejected."""
         return table.take(self._sorted(table, self._other_rules, np.ones(len(table), dtype=np.int64)))
 
     def is_legal(self, candidate: Candidate) -> bool:
-        """Whether a candidate of a legal frame breaks no other rule either."""
+        """Whether a candidate of a legal frame breaks none of the other rules."""
         return next(violations(self._other_rules, self._case(candidate)), None) is None
 
     def judge(self, table: CandidateTable) -> NDArray[np.bool_]:
-        """Which candidates of legal frames are legal; nothing is counted."""
+        """Return which candidates of legal frames are legal, without counting."""
         return np.asarray(first_broken(self._other_rules, table, self.workload, self.topology) < 0)
 
     def _sorted(self, table: CandidateTable, rules: Sequence[Rule], weights: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which rows are legal. The others count as rejected, so many candidates each as ``weights`` says, by the
-        first rule that they break."""
+        """Return which rows are legal. Rejected rows are counted with ``weights``, by the first rule that they
+        break."""
         broken = first_broken(rules, table, self.workload, self.topology)
         order = {int(broken[row]): None for row in _first_rows(broken)}
         for number in order:
@@ -552,7 +555,7 @@ class _Sorter:
 
 
 def _first_rows(broken: NDArray[np.int64]) -> list[int]:
-    """The first row that breaks each rule, in order."""
+    """Return the first row that breaks each rule, in order."""
     numbers, rows = np.unique(broken, return_index=True)
     return sorted(rows[numbers >= 0].tolist())
 
@@ -571,7 +574,7 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as the ledger keeps it: all rules with their examples, at most ``MAX_CANDIDATES`` legal candidates."""
+    """Return the ledger's form of the plan: all rules with examples, at most ``MAX_CANDIDATES`` legal candidates."""
     return plan.to_json(MAX_CANDIDATES)
 
 
@@ -580,13 +583,13 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARES = (1.0, 0.9, 0.8)
-"""Shares of the usable memory to fill: how far the cost model may be trusted is only known after trials."""
+"""Shares of the usable memory to fill: only trials show how accurate the cost model is."""
 MAX_LAYOUTS = 24
-"""Layouts balanced at most; of more, those that the cost model expects to be best by the objective."""
+"""Most layouts to balance; of more, the best ones by the cost model and the objective."""
 TIME_LIMIT_S = 120.0
-"""Limit per layout; most take tenths of a second. So long that a plan does not depend on how busy the machine is."""
+"""Time limit per layout, in seconds. Most take tenths of a second, so plans do not depend on the machine's load."""
 MAX_CORRECTIONS = 3
-"""How often the memory limit is lowered if the cost model counts more than the balancer, which adds up layers."""
+"""Most reductions of the memory limit when the cost model counts more than the balancer's sum over layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -594,14 +597,14 @@ class Balanced:
     """The balancer's additions to a plan."""
 
     balances: Mapping[Candidate, Balance] = field(default_factory=lambda: MappingProxyType({}))
-    """Candidate to the derivation of its split."""
+    """Derivation of each candidate's split."""
     problem: str = ""
-    """Why there are no ``balances``; empty if there are, or none were requested."""
+    """Reason why there are no ``balances``; empty if there are, or none were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Receives the number of balanced layouts and the total. All compare equal: cached answers serve any."""
+    """Receives the number of balanced layouts and the total. All compare equal, so that cached results serve any."""
 
     show: Callable[[int, int], None] | None = field(default=None, compare=False)
 
@@ -616,8 +619,8 @@ def balance_layouts(
 ) -> Balanced:
     """Balance every layout, micro-batch size and so on of ``candidates``: one new candidate per share of the memory.
 
-    Uses only the kinds of recompute that ``candidates`` use in the same layout. By the cost model all new candidates
-    fit within their share of the memory; layouts that nothing makes fit are left out.
+    Uses only the kinds of recompute that ``candidates`` use in the same layout. By the cost model, all new candidates
+    fit their share of the memory. Layouts that cannot fit are left out.
     """
     if not isinstance(workload.model, LlamaModel):
         return Balanced(problem=f"the cost model balances decoders, not {workload.model.kind} models")
@@ -637,13 +640,13 @@ def balance_layouts(
         for share in MEMORY_SHARES:
             made = balanced(workload, frame, cluster, policies, share)
             if made is None:
-                break  # less memory fits no better
+                break  # less memory cannot fit either
             found.setdefault(*made)
     return Balanced(balances=found)
 
 
 def with_balance(candidate: Candidate, found: Balance, workload: Workload) -> Candidate:
-    """``candidate`` with the layers and the recompute of ``found``, in canonical form."""
+    """Return ``candidate`` with the layers and recompute of ``found``, in canonical form."""
     layout = candidate.layout
     if layout.pp > 1:
         layout = replace(layout, stage_layers=found.stage_layers)
@@ -652,7 +655,7 @@ def with_balance(candidate: Candidate, found: Balance, workload: Workload) -> Ca
 
 
 def _recomputes_by_frame(candidates: Iterable[Candidate], workload: Workload) -> dict[Candidate, dict[Recompute, None]]:
-    """Recompute policies that are legal, by candidate without what the balancer decides."""
+    """Return legal recompute policies, by candidate without the balancer's choices."""
     found: dict[Candidate, dict[Recompute, None]] = {}
     for candidate in candidates:
         found.setdefault(_frame(candidate, workload), {})[candidate.recompute] = None
@@ -690,9 +693,10 @@ def balanced(
     policies: tuple[RecomputePolicy, ...],
     share: float,
 ) -> tuple[Candidate, Balance] | None:
-    """``frame`` with the fastest layers and recompute that need at most ``share`` of the memory, by the cost model too.
+    """Return ``frame`` with the fastest layers and recompute that need at most ``share`` of the memory, by the cost
+    model too.
 
-    None if nothing fits, or it timed out.
+    None if nothing fits, or on a time-out.
     """
     try:
         problem = problem_of(workload, frame, cluster, _model(), policies, memory_share=share)
@@ -713,7 +717,7 @@ def balanced(
 
 @functools.lru_cache(maxsize=256)
 def _solved(problem: BalanceProblem) -> Balance:
-    """The balancer's answer, kept: layouts that differ only in how data is read are the same problem."""
+    """Return the balancer's result, cached: layouts that differ only in data loading are the same problem."""
     return balance(problem, time_limit_s=TIME_LIMIT_S)
 
 

@@ -1,6 +1,6 @@
 """Predictions for a plan and for one candidate, by the cost model or by typical effects of knobs.
 
-Their inputs are gathered once, when the sweep is created: later dry runs, probes and sweeps do not change the proposals
+Their inputs are gathered once, when the sweep is created. Later dry runs, probes and sweeps do not change the proposals
 of a resumed sweep.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from cluster.candidate_table import CandidateTable
-from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD, cost_model, inputs_of
 from cluster.cost.generic import GenericInputs
 from cluster.cost.stage_balance import Balance
 from cluster.cost.usual import kind_of_device
@@ -49,7 +49,7 @@ from orchestrator.sweep.ledger import Document, Ledger
 from orchestrator.units import count
 from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json, from_json, to_json
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, LlamaModel, Workload
 
 # Predictions for a plan: its best candidates with the terms of their figures, and the cost of the sweep
 
@@ -74,7 +74,7 @@ class PlanPredictions:
     device_hours: float
     """Total of these trials: the baseline and the candidates expected to be fastest."""
     usual: str = ""
-    """The part of the predictions that is not a model of this program; may be empty."""
+    """Part of the predictions that is not a model of this program; may be empty."""
     num_probed: int = 0
     """Nodes whose probed rates the predictions use."""
 
@@ -96,7 +96,7 @@ def plan_predictor(
     earlier: Sequence[EarlierTrial] = (),
     objective: Objective | None = None,
 ) -> Predictor:
-    """:func:`make_predictor` for the plan's candidates, followed by the baseline if it is not one of them."""
+    """Call :func:`make_predictor` for the plan's candidates, followed by the baseline if it is not one of them."""
     candidates = plan.candidates.followed_by((plan.baseline,))
     return make_predictor(
         workload,
@@ -119,7 +119,7 @@ def search_predictor(
     objective: Objective | None = None,
     seed: int = 0,
 ) -> Predictor:
-    """As :func:`plan_predictor`; of very many candidates those that the guided sampler is to learn on."""
+    """Same as :func:`plan_predictor`; of very many candidates, those that the guided sampler learns on."""
     whole = plan_predictor(plan, workload, topology, profile, earlier=earlier, objective=objective)
     if len(whole.candidates) <= POOL_SIZE:
         return whole
@@ -134,7 +134,7 @@ def predict_plan(
     """Rank the plan's candidates and price the sweep.
 
     Raises:
-        UnpredictableError: as :func:`make_predictor`.
+        UnpredictableError: see :func:`make_predictor`.
     """
     workload = spec.to_workload()
     predictor = plan_predictor(plan, workload, topology, profile, objective=spec.to_objective(topology))
@@ -161,9 +161,21 @@ def predict_plan(
     )
 
 
+def expected_step_s(workload: Workload, candidate: Candidate, topology: Topology) -> float | None:
+    """Return the step time that the cost model expects of any candidate on this hardware, in seconds; None if it does
+    not know the model or the device."""
+    if not isinstance(workload.model, LlamaModel):
+        return None
+    try:
+        x = inputs_of([(workload, candidate)], describe_topology(topology))
+    except (CatalogueError, ValueError):
+        return None
+    return float(cost_model().estimate(x).step_s[0])
+
+
 def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:
-    """Device-seconds for starting compiled candidates again, to compile from the warm cache, as if none found all
-    of its code there in the first place. What compiling itself takes is in neither start."""
+    """Return the device-seconds for restarting compiled candidates to compile from the warm cache, assuming that none
+    finds all of its code there at first. Neither start includes compiling."""
     compiled = [row for row in rows if predictor.candidates[row].kernels.compile != "off"]
     return float(TRIAL_OVERHEAD_S[predictor.device_kind] * predictor.inputs.world_size[compiled].sum())
 
@@ -210,7 +222,7 @@ class UsualRanking:
     """A plan's candidates by typical effects of knobs."""
 
     top: tuple[UsualGain, ...]
-    """The best by gain x probability of fitting, best first."""
+    """Best candidates by gain x probability of fitting, best first."""
     num_fitting: int
     num_candidates: int
 
@@ -232,11 +244,11 @@ def relative_predictor(
     candidates: Sequence[Candidate] = (),
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> RelativePredictor:
-    """Typical effects for the plan's candidates, followed by the baseline if it is not one of them.
+    """Predict typical effects for the plan's candidates, followed by the baseline if it is not one of them.
 
     Args:
-        candidates: those to predict instead of the plan's.
-        roles: the built-in knob of a custom one, if its name does not imply it.
+        candidates: candidates to predict instead of the plan's.
+        roles: built-in counterparts of custom knobs, if their names do not imply them.
 
     Raises:
         UnpredictableError: there are too many candidates.
@@ -275,7 +287,7 @@ def relative_search_predictor(
     seed: int = 0,
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> RelativePredictor:
-    """As :func:`relative_predictor`; of very many candidates the most promising half, and others at random.
+    """Same as :func:`relative_predictor`; of very many candidates, half the most promising and half at random.
 
     Raises:
         UnpredictableError: there are too many candidates.
@@ -294,7 +306,8 @@ def relative_search_predictor(
 
 
 def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
-    """Expected time by the objective over the probability to fit, of the first so many rows: lower is better."""
+    """Return expected time by the objective over the probability of fitting, of the first ``num`` rows; lower is
+    better."""
     weighted = predictor.estimates.step_s * predictor.weights
     return np.asarray((weighted / np.maximum(predictor.probability_fits, 1e-9))[:num])
 
@@ -302,7 +315,7 @@ def _promise(predictor: RelativePredictor, num: int) -> NDArray[np.float64]:
 def rank_usual(
     plan: Plan, workload: Workload, topology: Topology | None, objective: Objective, roles: Mapping[str, str]
 ) -> UsualRanking:
-    """The plan's candidates by typical effects of knobs.
+    """Rank the plan's candidates by typical effects of knobs.
 
     Raises:
         UnpredictableError: there are too many candidates.
@@ -319,7 +332,7 @@ def rank_usual(
 
 
 def usual_gain(predictor: RelativePredictor, row: int, *, number: int | None = None) -> UsualGain:
-    """The typical effect of the candidate in ``row`` of the predictor."""
+    """Return the typical effect of the candidate in ``row`` of the predictor."""
     return UsualGain(
         candidate=predictor.candidates[row],
         number=number,
@@ -347,11 +360,11 @@ class CandidateExplanation:
     """Knobs that differ from the baseline: (baseline's value, its value)."""
     prediction: Prediction | None
     unpredicted: str
-    """Why there is no prediction; empty if there is one."""
+    """Reason why there is no prediction; empty if there is one."""
     usual: UsualGain | None = None
     """Typical effects of its knobs, if there is no prediction."""
     balance: Balance | None = None
-    """The stage balancer's derivation of its layers and recompute; None if not from the balancer."""
+    """Derivation of its layers and recompute; None if not from the stage balancer."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -370,7 +383,7 @@ class CandidateExplanation:
 def explain(
     text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None
 ) -> CandidateExplanation:
-    """Explain the candidate that ``text`` names; see :func:`find`.
+    """Explain the candidate named by ``text``; see :func:`find`.
 
     Raises:
         ConfigError: unknown candidate.
@@ -412,7 +425,8 @@ def explain(
 
 
 def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
-    """``baseline``, a number or short name of the plan, or knobs to change in the baseline, like ``{tp: 8, pp: 4}``.
+    """Find ``baseline``, a number or short name of the plan, or knobs to change in the baseline, like ``{tp: 8, pp:
+    4}``.
 
     Unlike a trial to run, it may be illegal.
 
@@ -452,7 +466,7 @@ def _changed(text: str, spec: SweepSpec) -> Candidate:
     return spec.candidate_of(given, section.own or {})
 
 
-# Prior knowledge of a sweep, on which its proposals depend, saved in its ledger
+# A sweep's prior knowledge, which determines its proposals, saved in its ledger
 
 PROFILE = "profile"
 """Name of the document with the probe's :class:`cluster.probing.Profile`, or null."""
@@ -485,7 +499,7 @@ class CountedCandidates(Document):
 
     @classmethod
     def of(cls, estimates: DryRunEstimates) -> Self:
-        """The document of these estimates."""
+        """Build the document of these estimates."""
         counted = estimates.by_candidate.items()
         return cls(
             limit_bytes=estimates.limit_bytes,
@@ -499,7 +513,7 @@ class CountedCandidates(Document):
 
     @property
     def estimates(self) -> DryRunEstimates:
-        """Back from :meth:`of`."""
+        """Return the estimates, the inverse of :meth:`of`."""
         counted = {one.candidate: one.estimate for one in self.counted}
         return DryRunEstimates(
             by_candidate=counted,
@@ -539,7 +553,7 @@ class PriorKnowledge:
 
     @classmethod
     def kept(cls, ledger: Ledger) -> PriorKnowledge:
-        """Read back what :meth:`keep` wrote; may be empty.
+        """Read the knowledge written by :meth:`keep`; may be empty.
 
         Raises:
             LedgerError: it was written by another version of this program and cannot be parsed.

@@ -1,5 +1,5 @@
 """Proof that a finalist is faster than the baseline and trains the same model: confirmation, loss gate, verdict.
 
-Reads a sweep's state and says what to check next; runs the user's evaluation, but launches no gang and knows no
-controllers.
+Reads a sweep's state and determines the next check. Runs the user's evaluation, but launches no gang and does not
+depend on controllers.
 """

@@ -1,15 +1,15 @@
-"""Which finalist is faster than the baseline: the statistics of confirmation.
+"""Statistics of confirmation: decides which finalists are faster than the baseline.
 
-In a round the baseline and every finalist are measured once, each in a gang of its own, one after another on the same
-devices. What differs between runs (placement, clocks, neighbours) is far larger than what differs between the steps of
-a run, so a run counts as one number, its speed. Logarithms of speeds follow ``trial + round + noise``: what a round has
-in common cancels. The noise is estimated from all trials together (a randomised block design), since a few rounds of
-two trials say little about it; where a pair is noisier than that, by itself.
+In a round, the baseline and every finalist are measured once, each in its own gang, one after another on the same
+devices. Differences between runs (placement, clocks, neighbours) are far larger than differences between the steps of a
+run, so a run counts as one number, its speed. Logarithms of speeds follow ``trial + round + noise``; the effect of a
+round cancels. The noise is estimated from all trials together (a randomised block design), because a few rounds of two
+trials show little about it. A pair with more noise than that uses its own.
 
-Judged after every round, several finalists at a time, an ordinary 95% interval would be wrong in far more than 5% of
-confirmations. The intervals here hold at all looks and for all finalists together in 95%: repeated confidence
-intervals (Jennison and Turnbull 1989) with the levels below. That holds whenever the
-rounds end, so stopping at a favourable moment gains nothing.
+With a decision after every round, for several finalists at a time, ordinary 95% intervals would be wrong in far more
+than 5% of confirmations. These intervals hold at all looks and for all finalists together in 95%: repeated confidence
+intervals (Jennison and Turnbull 1989) with the levels below. This holds whenever the rounds end, so stopping at a
+favourable moment gains nothing.
 """
 
 from __future__ import annotations
@@ -40,37 +40,36 @@ from orchestrator.sweep.events import RatioInterval, SoakMemory, SoakReport, Soa
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from trials.outcome import Failure, GangLost, Measurement, TimedOut
 
-# How strict every single look of a confirmation has to be, so that all of them together err in 5%.
+# Levels for single looks of a confirmation, so that all looks together have an error of 5%.
 #
 # A group-sequential boundary: the nominal level of look ``n`` of ``N`` is that of the normal deviate ``c * (n / N) **
-# (shape - 1/2)``. Shape 0 is O'Brien and Fleming's boundary (1979), 1/2 Pocock's (1977), between them are Wang and
-# Tsiatis' (1987). The levels are then used with quantiles of Student's t, since the noise is estimated as well
-# (Jennison and Turnbull 1991). ``c`` is found by simulating confirmations in which nothing differs. What is simulated
-# does not depend on how large the noise is, so it holds on every cluster; it takes into account how the looks depend
-# on each other and that finalists share one baseline (Dunnett 1955), for which Bonferroni's correction would pay
-# again.
+# (shape - 1/2)``. Shape 0 is O'Brien and Fleming's boundary (1979), 1/2 is Pocock's (1977), and those between are Wang
+# and Tsiatis' (1987). The levels are then used with quantiles of Student's t, because the noise is also estimated
+# (Jennison and Turnbull 1991). ``c`` comes from simulated confirmations without differences. The simulation does not
+# depend on the size of the noise, so it holds on every cluster. It includes the dependence between looks, and the
+# baseline shared by all finalists (Dunnett 1955), for which Bonferroni's correction would be too strict.
 
 
 Family = Literal["baseline", "finalists", "earlier"]
 """Comparisons that hold together: every finalist with the baseline, every finalist with every other, or the rounds of
-one trial with earlier ones, which are the same at all looks."""
+one trial with the same earlier ones at all looks."""
 
 ERROR_RATE = 0.05
-"""Error of a family: how often any interval at any look may leave out the truth."""
+"""Error of a family: probability that any interval at any look misses the true value."""
 
 SHAPE = 0.25
-"""Shape of the boundary. In benchmarks/confirmation nearly as soon as Pocock's where differences are large, and finds
-more small ones."""
+"""Shape of the boundary. In benchmarks/confirmation, nearly as early as Pocock's for large differences, and better for
+small ones."""
 
 _NUM_SIMULATED = (4_000, 40_000)
-"""Simulated confirmations, at least and at most: 5% are then known to 0.3 or 0.1 points."""
+"""Least and most simulated confirmations: 5% is then accurate to 0.3 or 0.1 points."""
 _NUM_NUMBERS = 8_000_000
-"""Random numbers that a simulation draws, within these bounds: about a second at most, once per design."""
+"""Random numbers per simulation, within these bounds: at most about a second, once per design."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What the levels depend on: how many finalists are compared, and how often."""
+    """Inputs of the levels: the number of finalists and of looks."""
 
     num_finalists: int
     first_look: int
@@ -78,19 +77,19 @@ class Design:
     last_look: int
     family: Family
     num_then: int = 0
-    """Earlier rounds that are compared with, in the family ``earlier``."""
+    """Earlier rounds to compare with, in the family ``earlier``."""
 
 
 def critical_value(degrees: int, level: float) -> float:
-    """Critical value of Student's t, two-sided."""
-    from scipy.special import stdtrit  # a third of a second, which commands without a proof need not wait for
+    """Return the two-sided critical value of Student's t."""
+    from scipy.special import stdtrit  # takes a third of a second, needless for commands without a proof
 
     return -float(stdtrit(degrees, level / 2))
 
 
 @lru_cache(maxsize=128)
 def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
-    """The level of every single comparison at each look, from the first to the last."""
+    """Return the level of a single comparison at each look, from the first to the last."""
     from scipy.special import ndtr, stdtrit
 
     looks = np.arange(design.first_look, design.last_look + 1)
@@ -110,7 +109,7 @@ def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
 
 
 def _simulated(design: Design) -> NDArray[np.float64]:
-    """Largest statistic of the family, of shape (confirmations, looks), where nothing differs.
+    """Simulate the largest statistic of the family without differences, shape (confirmations, looks).
 
     The statistic is that of :mod:`orchestrator.proof.confirmation`: the difference over the larger of the common and
     the pair's own noise.
@@ -145,7 +144,7 @@ def _simulated(design: Design) -> NDArray[np.float64]:
 
 
 def _simulated_against_earlier(design: Design) -> NDArray[np.float64]:
-    """As :func:`_simulated`, for a difference of means, whose noise is pooled unless one side is noisier by itself."""
+    """Same as :func:`_simulated` for a difference of means; the noise is pooled unless one side has more."""
     num, before = _NUM_SIMULATED[1], design.num_then
     rng = np.random.default_rng(20260102)
     then, now = rng.standard_normal((num, before)), rng.standard_normal((num, design.last_look))
@@ -162,14 +161,14 @@ def _simulated_against_earlier(design: Design) -> NDArray[np.float64]:
 
 
 Round = Mapping[int, float]
-"""Speed of each trial, by its number, in a unit that they share."""
+"""Speed of each trial, by number, all in the same unit."""
 
 _MIN_EFFECT = math.log1p(MIN_DIFFERENCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedComparison:
-    """How many times as fast one trial is as another."""
+    """Ratio of the speeds of two trials."""
 
     ratio: Estimate
     """The ratio of speeds, without an interval before ``min_rounds``."""
@@ -177,36 +176,36 @@ class SpeedComparison:
     num_rounds: int
     """Rounds in which both were measured."""
     is_settled: bool
-    """Whether no further round is expected to change it: shown different, or shown equal up to MIN_DIFFERENCE."""
+    """Whether it is final: shown different, or shown equal up to MIN_DIFFERENCE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the rounds so far show. A finalist without any is in neither mapping."""
+    """Result of the rounds so far. A finalist without rounds is in neither mapping."""
 
     against_baseline: Mapping[int, SpeedComparison]
     """Speed of each finalist over the baseline's."""
     leader: int | None
     """The fastest of those shown faster than the baseline."""
     against_leader: Mapping[int, SpeedComparison]
-    """Speed of each other finalist over the leader's: ``slower`` means slower than the leader."""
+    """Speed of each other finalist over the leader's: ``slower``: slower than the leader."""
     tied_with_leader: tuple[int, ...]
-    """Finalists that are indistinguishable from the leader."""
+    """Finalists indistinguishable from the leader."""
     to_measure: tuple[int, ...]
-    """Trials to measure in the next round, the baseline first; empty when decided."""
+    """Trials to measure in the next round, the baseline first; empty once decided."""
     is_decided: bool
 
 
 def pair_noise(rounds: Sequence[Round]) -> tuple[float, int]:
-    """Standard deviation of the logarithm of the ratio of two runs of a round, and its degrees of freedom."""
+    """Return the standard deviation of the log ratio of two runs of a round, and its degrees of freedom."""
     deviation, degrees = _noise(tuple(tuple(sorted(speeds.items())) for speeds in rounds))
     return math.sqrt(2) * deviation, degrees
 
 
 def order(trials: Sequence[int], round_number: int) -> tuple[int, ...]:
-    """The order in which a round (from 0) measures them: every second round is the one before, reversed.
+    """Return the order of trials in a round (from 0): every second round reverses the previous one.
 
-    A steady drift inside rounds cancels in each such pair; the next pair starts one trial later.
+    A steady drift within rounds cancels in each such pair; the next pair starts one trial later.
     """
     start = round_number // 2 % max(1, len(trials))
     rotated = (*trials[start:], *trials[:start])
@@ -224,11 +223,12 @@ def judge(
 ) -> Judgement:
     """Judge complete rounds; the first look is after ``min_rounds``, but at least 2.
 
-    ``rounded_away`` is how far the logarithm of a trial's speed may be off because its times were reported as rounded
-    figures: the same in all rounds at worst, so that no number of them takes it from an interval.
+    ``rounded_away``: largest error of a trial's log speed by rounding of its reported times. In the worst case it is
+    equal in all rounds, so more rounds do not remove it from an interval.
 
-    A finalist is measured no more once it is shown not faster than the baseline, or its place behind or beside the
-    leader is settled, or the rounds left cannot be expected to show either. Rounds without it do not count for it.
+    A finalist is no longer measured once it is shown not to be faster than the baseline, or once its rank relative to
+    the leader is settled. The same holds if the remaining rounds are not expected to show either. Rounds without it do
+    not count for it.
     """
     comparing = _Comparing(rounds, len(finalists), max(2, min_rounds), max_rounds, rounded_away or {})
     to_baseline = comparing.effects(finalists, baseline, "baseline")
@@ -256,15 +256,15 @@ def judge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Effect:
-    """Mean logarithm of a ratio of speeds, and where the rounds left may still take it."""
+    """Mean log ratio of speeds, with a forecast for the remaining rounds."""
 
     mean: float
     half_width: float
-    """Half-width of the interval of the mean; infinite where there is none."""
+    """Half-width of the interval of the mean; infinite if there is none."""
     num_rounds: int
     num_rounds_left: int
     half_width_at_end: float
-    """Half-width after the last round, as far as can be foreseen."""
+    """Predicted half-width after the last round."""
 
     @property
     def verdict(self) -> SpeedVerdict:
@@ -282,23 +282,23 @@ class _Effect:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it was shown different, or equal up to MIN_DIFFERENCE."""
+        """Whether it is shown different, or equal up to MIN_DIFFERENCE."""
         return self.verdict != "tie" or abs(self.mean) + self.half_width <= _MIN_EFFECT
 
     @property
     def is_not_faster(self) -> bool:
-        """Whether it was shown not to be faster by MIN_DIFFERENCE."""
+        """Whether it is shown not to be faster by MIN_DIFFERENCE."""
         return self.mean + self.half_width < _MIN_EFFECT
 
     @property
     def is_detectable(self) -> bool:
-        """Whether the rounds left may still show a difference either way."""
+        """Whether the remaining rounds may show a difference in either direction."""
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 
     def may_be_shown(self, what: SpeedVerdict) -> bool:
-        """Whether ``what`` would be shown at the end if the rounds left were all like the interval's end on its side.
+        """Whether ``what`` would be shown if all remaining rounds were at the interval's end on its side.
 
-        Intervals hold whenever rounds end, so giving up early makes no claim less sure.
+        Intervals hold whenever rounds end, so giving up early does not weaken them.
         """
         if self.half_width == math.inf or self.verdict == what:
             return True
@@ -309,7 +309,7 @@ class _Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Comparing:
-    """Compares trials by the rounds so far, and by those that may still come."""
+    """Compares trials by the rounds so far, and by possible further ones."""
 
     rounds: Sequence[Round]
     num_finalists: int
@@ -318,7 +318,7 @@ class _Comparing:
     rounded_away: Mapping[int, float]
 
     def effects(self, numbers: Sequence[int], other: int, family: Family) -> dict[int, _Effect]:
-        """Effect of each of ``numbers`` that was in a round with ``other``, as of the last such round."""
+        """Return the effect of each of ``numbers`` that shared a round with ``other``, as of the last such round."""
         last_look = max(self.first_look, self.max_rounds, len(self.rounds))
         design = Design(
             num_finalists=self.num_finalists, first_look=self.first_look, last_look=last_look, family=family
@@ -358,7 +358,8 @@ def _half_width(noise: float, num_rounds: int, degrees: int, level: float) -> fl
 
 @lru_cache(maxsize=1024)
 def _noise(rounds: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[float, int]:
-    """Standard deviation of a run's log speed, and its degrees of freedom: least squares of trial plus round."""
+    """Return the standard deviation of a run's log speed, and its degrees of freedom: least squares of trial +
+    round."""
     trials = sorted({trial for speeds in rounds for trial, _ in speeds})
     runs = [(index, trials.index(c), math.log(speed)) for index, speeds in enumerate(rounds) for c, speed in speeds]
     design = np.zeros((len(runs), len(rounds) + len(trials)))
@@ -373,43 +374,43 @@ def _noise(rounds: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[float, in
 
 # The soak: one longer run each of the winner and of the baseline, whose last thirds are compared.
 #
-# A round of the confirmation lasts about a second: what gets slower later (a cache that fills, a device that gets hot,
-# a program that only begins fast) does not show in it. So a finalist that is shown faster runs once for as long as its
-# rounds together, and the baseline beside it. Both measure the last third of their steps as the confirmation measures
-# a run, and the finalist must be faster there, too, by the same threshold.
+# A round of the confirmation lasts about a second. It cannot show later slowdowns: a cache that fills, a device that
+# heats up, a program that is fast only at first. So a finalist shown faster runs once for as long as its rounds
+# together, and so does the baseline. The last third of their steps is measured like a run of the confirmation, and the
+# finalist must be faster there by the same threshold.
 #
-# The rounds have shown the gain against the noise between runs already; one pair of runs cannot show it again. A pair
-# whose last third is not faster is therefore repeated, up to :data:`MAX_PAIRS` pairs that count together, unless it
-# fades within the run or is slower than the noise between the runs of the rounds explains.
+# The rounds have already shown the gain against the noise between runs, which one pair of runs cannot do. A pair whose
+# last third is not faster is therefore repeated, up to :data:`MAX_PAIRS` pairs that count together. It is not repeated
+# if the gain fades within the run, or if the run is slower than explained by the noise between the rounds' runs.
 
 
 MIN_SOAK_S = 30.0
 """Shortest soak by default, in seconds."""
 MIN_STEPS, MAX_STEPS = 15, 10_000
-"""Fewest steps, so that each third has five; most, so that a result stays within about a megabyte."""
+"""Fewest steps, so that each third has five, and most, so that a result stays below about a megabyte."""
 MAX_PAIRS = 3
 STRETCH, SLACK_S = 3.0, 30.0
-"""A run may take so many times what its steps took in the rounds, and so many seconds on top."""
+"""Time limit of a run: a multiple of its steps' time in the rounds, plus seconds."""
 MEMORY_GROWTH = 0.01
 """Relative growth of the peak memory per step that is worth a note."""
 MIN_LASTING_GROWTH = 0.5
-"""Growth in the last third over that in the last two, below which memory levels off."""
+"""Growth in the last third relative to the last two thirds, below which memory levels off."""
 MEMORY_STEPS, _DAY_S = 10_000, 86_400.0
-"""Memory has to suffice for so many steps, or for a day of training where that is more."""
+"""Memory must suffice for this many steps, or for a day of training if that is more."""
 MUCH_FRAGMENTED = 0.2
-"""Share of the allocator's memory in no tensor from which on it is reported."""
+"""Share of the allocator's memory outside of tensors from which fragmentation is reported."""
 
 Pair = tuple[Measurement, Measurement]
 """Measurements of the finalist and of the baseline."""
 
 
 def num_steps(seconds: float, step_time_s: float) -> int:
-    """Steps of a soak of so many seconds."""
+    """Return the number of steps of a soak of ``seconds``."""
     return min(MAX_STEPS, max(MIN_STEPS, math.ceil(seconds / step_time_s)))
 
 
 def deadline_s(run: SoakRun) -> float:
-    """Seconds that the measured steps of the run may take."""
+    """Return the time limit of the run's measured steps, in seconds."""
     return STRETCH * run.expected_s + SLACK_S
 
 
@@ -422,12 +423,12 @@ def judge_soak(
     limit_bytes: int | None = None,
     searched: Measurement | None = None,
 ) -> SoakReport | None:
-    """What these pairs show; None while another pair is needed.
+    """Judge the pairs; None while another pair is needed.
 
     Args:
-        noise: standard deviation of the logarithm of the ratio of two runs, and its degrees of freedom, by the rounds.
-        limit_bytes: memory of a rank; None where it is not known.
-        searched: the finalist as the search measured it.
+        noise: standard deviation of the log ratio of two runs, and its degrees of freedom, from the rounds.
+        limit_bytes: memory of a rank; None if unknown.
+        searched: the finalist's measurement in the search.
     """
     memory = soak_memory(pairs[-1][0], limit_bytes, searched)
     first, last = (_pooled(pairs, objective, third) for third in (0, 2))
@@ -463,7 +464,7 @@ def judge_soak(
 
 
 def failed_soak(run: Trial, pairs: Sequence[Pair]) -> SoakReport:
-    """The report where the finalist's longer run was not measured."""
+    """Return the report for a finalist whose longer run was not measured."""
     check, why = run.check, describe_failure(run.outcome) or run.status
     assert isinstance(check, SoakRun)
     if isinstance(run.outcome, GangLost):
@@ -483,23 +484,23 @@ def failed_soak(run: Trial, pairs: Sequence[Pair]) -> SoakReport:
 
 
 def is_failed(state: SweepState, run: Trial) -> bool:
-    """Whether the run has ended unmeasured and is not launched again."""
+    """Whether the run ended unmeasured and is not launched again."""
     is_open = run.number in state.waiting or run.number in state.running
     return isinstance(run.outcome, Failure) and not is_open
 
 
 def _third(measurement: Measurement, third: int) -> Measurement:
-    """The measurement as if only the first (0) or the last (2) third of its steps had been measured.
+    """Return the measurement restricted to the first (0) or last (2) third of its steps.
 
-    Digits in which times were reported do not matter here: they are the same in both thirds, and the interval of the
-    confirmation covers them.
+    Rounding of reported times does not matter here: it is equal in both thirds, and the confirmation's interval
+    covers it.
     """
     times, size = measurement.step_times_s, max(1, len(measurement.step_times_s) // 3)
     return replace(measurement, step_times_s=times[:size] if third == 0 else times[-size:], step_time_resolution_s=0.0)
 
 
 def _pooled(pairs: Sequence[Pair], objective: Objective, third: int) -> Estimate:
-    """Mean ratio of speeds over all pairs in one third, with the noise between steps."""
+    """Return the mean ratio of speeds over all pairs in one third, with the noise between steps."""
     ratios = [speed_ratio(_third(own, third), _third(base, third), objective) for own, base in pairs]
     value = math.exp(fmean(math.log(one.value) for one in ratios))
     ends = [one.ci95 for one in ratios if one.ci95 is not None and one.ci95.low > 0]
@@ -511,21 +512,21 @@ def _pooled(pairs: Sequence[Pair], objective: Objective, third: int) -> Estimate
 
 
 def _is_faster(found: Estimate) -> bool:
-    """Whether it is faster as the confirmation has it; thirds of single steps have a value only."""
+    """Whether it is faster by the confirmation's threshold. Thirds of single steps have no interval."""
     low = found.value if found.ci95 is None else found.ci95.low
     return low > 1 and found.value >= 1 + MIN_DIFFERENCE
 
 
 def _fades(first: Estimate, last: Estimate) -> bool:
-    """Whether the gain of the first third is shown to be gone in the last, whatever the noise between runs: both are
-    of the same runs."""
+    """Whether the gain of the first third is shown to be gone in the last. The noise between runs does not matter: both
+    thirds are from the same runs."""
     if first.ci95 is None or last.ci95 is None:
         return False
     return _is_faster(first) and last.ci95.high < 1 + MIN_DIFFERENCE
 
 
 def _is_slower(last: Estimate, num_pairs: int, noise: tuple[float, int]) -> bool:
-    """Whether the noise between runs does not explain that the last third is not faster."""
+    """Whether the last third is slower than explained by the noise between runs."""
     deviation, degrees = noise
     half_width = critical_value(max(1, degrees), 0.05) * deviation / math.sqrt(num_pairs)
     return math.log(last.value) + half_width < math.log1p(MIN_DIFFERENCE)
@@ -538,7 +539,7 @@ def _interval(found: Estimate) -> RatioInterval:
 
 
 def soak_memory(run: Measurement, limit_bytes: int | None, searched: Measurement | None) -> SoakMemory | None:
-    """What a longer run shows of memory; None where that of its steps is not known."""
+    """Summarize memory in a longer run; None if the memory of its steps is unknown."""
     sizes = run.step_memory_bytes[run.num_warmup_steps :]
     if len(sizes) < MIN_STEPS or not all(sizes):
         return None
@@ -569,13 +570,13 @@ def _longest(run: Measurement) -> int:
 
 
 def _slope(values: Sequence[int]) -> float:
-    """Slope of the straight line that fits best, per step."""
+    """Return the slope of the least-squares line, per step."""
     return float(np.polyfit(np.arange(len(values)), np.asarray(values, dtype=float), 1)[0])
 
 
 def _when_full(memory: SoakMemory | None, pair: Pair, limit_bytes: int | None) -> str | None:
-    """Why the finalist would run out of memory later, where it would within :data:`MEMORY_STEPS` steps or a day of
-    training, and the baseline would not run out about as soon."""
+    """Explain why the finalist would run out of memory within :data:`MEMORY_STEPS` steps or a day of training, unless
+    the baseline would at about the same time; None if it would not."""
     own, base = pair
     if memory is None or memory.full_at_step is None:
         return None
@@ -593,7 +594,7 @@ def _when_full(memory: SoakMemory | None, pair: Pair, limit_bytes: int | None) -
 
 
 def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
-    """Notes on memory that grows or is fragmented, and on samples that were longer than the search has measured."""
+    """Return notes on growing or fragmented memory, and on samples longer than those in the search."""
     if memory is None:
         return []
     who, notes = units.trial_id(finalist), []
@@ -609,37 +610,37 @@ def _memory_notes(finalist: int, memory: SoakMemory | None) -> list[str]:
     return notes
 
 
-# ---- Whether a promoted configuration has lost speed: rounds of today compared with those of its promotion
+# ---- Whether a promoted configuration has lost speed: today's rounds compared with those of its promotion
 #
-# Two ratios are looked at. The *lead* is today's speed-up over the baseline divided by that of the promotion: what a
-# round has in common cancels, so a slow hour of the machine does no harm, but the noise of both trials is in it. The
-# *own* speed, today's over that of the promotion, has the noise of one trial only and sees every slow hour. A loss is
-# ruled out once either interval leaves it out: whoever runs as fast as then has lost nothing, and neither has whoever
-# keeps the lead on a slower machine. A loss is shown by the lead alone; without a baseline, by the own speed.
+# Two ratios are compared. The *lead* is today's speed-up over the baseline divided by that of the promotion: the effect
+# of a round cancels, so a slow hour of the machine does not matter, but the noise of both trials counts. The *own*
+# speed, today's over that of the promotion, has the noise of one trial only, but every slow hour affects it. A loss is
+# ruled out once either interval excludes it: a configuration that is as fast as then has lost nothing, and neither has
+# one that keeps its lead on a slower machine. Only the lead shows a loss; without a baseline, the own speed does.
 #
-# Both are differences of means of logarithms, of rounds then and now. The noise is pooled over both, unless one of them
-# is noisier by itself. Intervals hold at all looks together in 95%, with the levels of
-# :mod:`orchestrator.proof.confirmation` for rounds that are all compared with the same earlier ones.
+# Both are differences of mean logarithms, of rounds then and now. The noise is pooled over both, unless one of them has
+# more. Intervals hold at all looks together in 95%, with the levels of :mod:`orchestrator.proof.confirmation` for
+# rounds that are all compared with the same earlier ones.
 
 Loss = Literal["excluded", "shown", "open"]
-"""A loss beyond the tolerance is ruled out; there is one; neither is shown."""
+"""A loss beyond the tolerance is ruled out; is shown; or neither."""
 
 FIRST_LOOK = 3
 """Rounds before the first look."""
 MAX_BUSY = 6
 """Rounds on a busy machine after which a verification without a baseline stops, if they are the majority."""
 _MAX_FORECAST = 100
-"""Rounds that are foreseen at most."""
+"""Most rounds to forecast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Speeds by round, in a unit that all share."""
+    """Speeds by round, all in the same unit."""
 
     own: Sequence[float]
     """Speeds of the configuration."""
     baseline: Sequence[float] = ()
-    """Those of the baseline in the same rounds; empty where the configuration is the baseline."""
+    """Speeds of the baseline in the same rounds; empty if the configuration is the baseline."""
 
     @property
     def leads(self) -> list[float]:
@@ -659,29 +660,29 @@ class SpeedChange:
     lead: Estimate | None
     """Today's speed-up over that of the promotion; None without a baseline."""
     baseline: float | None
-    """The baseline's speed today over that of then; None without one."""
+    """The baseline's speed today over that at the promotion; None without a baseline."""
     speedups: tuple[float, float] | None
-    """Speed-up over the baseline then and today; None without a baseline."""
+    """Speed-up over the baseline at the promotion and today; None without a baseline."""
     is_hopeless: bool
-    """Whether the rounds left are not expected to settle it."""
+    """Whether the remaining rounds are not expected to settle it."""
     more_rounds: int | None
-    """About how many more rounds would settle it; None where it is settled, or no number of them would."""
+    """Estimated further rounds to settle it; None if it is settled, or if no number of rounds would."""
 
     @property
     def excluded_loss(self) -> float | None:
-        """The smallest relative loss that is ruled out, 0 to 1; None before the first look."""
+        """Smallest relative loss that is ruled out, 0 to 1; None before the first look."""
         lows = [one.ci95.low for one in (self.own, self.lead) if one is not None and one.ci95 is not None]
         return max(0.0, 1.0 - max(lows)) if lows else None
 
     @property
     def shown_loss(self) -> float | None:
-        """The relative loss that there is at least; None where none is shown."""
+        """Lower bound of the relative loss; None if none is shown."""
         of = self.lead or self.own
         return 1.0 - of.ci95.high if self.loss == "shown" and of.ci95 is not None else None
 
     @property
     def is_own_speed_lower(self) -> bool:
-        """Whether the configuration itself runs slower by more than the tolerance."""
+        """Whether the configuration's own speed is lower by more than the tolerance."""
         return self.own.ci95 is not None and self.own.ci95.high < 1 - self.tolerance
 
 
@@ -694,13 +695,13 @@ def change(
     first_look: int = FIRST_LOOK,
     rounded_away: tuple[float, float] = (0.0, 0.0),
 ) -> SpeedChange:
-    """Compare rounds of today with those of the promotion.
+    """Compare today's rounds with those of the promotion.
 
     Args:
-        tolerance: relative loss that does not count.
-        max_rounds: rounds of today that may be measured.
-        rounded_away: how far the logarithms of the speeds of configuration and baseline may be off today because their
-            times were reported as rounded figures; those of the promotion are taken to be as coarse.
+        tolerance: tolerated relative loss.
+        max_rounds: most rounds to measure today.
+        rounded_away: largest errors today of the log speeds of configuration and baseline by rounding of reported
+            times. Those of the promotion are assumed to be equal.
     """
     last_look = max(first_look, max_rounds, len(now.own))
     own_off, baseline_off = rounded_away
@@ -737,13 +738,13 @@ def _mean(speeds: Sequence[float]) -> float:
 
 
 def is_too_busy(num_quiet: int, num_rounds: int) -> bool:
-    """Whether so many rounds were measured on a busy machine that further ones are not worth measuring now."""
+    """Whether so many rounds were on a busy machine that further ones are not worth measuring now."""
     num_busy = num_rounds - num_quiet
     return num_busy >= MAX_BUSY and num_busy > num_quiet
 
 
 def _more_rounds(excluding: Sequence[_Difference], showing: _Difference, threshold: float) -> int | None:
-    """Rounds after which it would be settled if means and noise stayed what they are."""
+    """Return the number of rounds that would settle it if means and noise stayed the same."""
     num_rounds = showing.num_now
     for total in range(max(num_rounds, FIRST_LOOK) + 1, _MAX_FORECAST + 1):
         is_shown = showing.mean + showing.half_width_after(total) < threshold
@@ -754,7 +755,7 @@ def _more_rounds(excluding: Sequence[_Difference], showing: _Difference, thresho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """Mean logarithm of speeds of today less that of the promotion."""
+    """Mean log speed of today minus that of the promotion."""
 
     mean: float
     half_width: float
@@ -797,13 +798,14 @@ class _Difference:
         return ratio_of_logs(self.mean, self.half_width)
 
     def half_width_after(self, num_now: int) -> float:
-        """Half-width after so many rounds of today, as far as can be foreseen."""
+        """Return the predicted half-width after ``num_now`` rounds of today."""
         return self._half_width(num_now, self.last_level)
 
     def may_stay_above(self, threshold: float, num_left: int) -> bool:
-        """Whether the rounds left could exclude ``threshold`` from below, if they were like the interval's upper end.
+        """Whether the remaining rounds could exclude ``threshold`` from below, if they were at the interval's upper
+        end.
 
-        Intervals hold whenever rounds end, so giving up early makes no claim less sure.
+        Intervals hold whenever rounds end, so giving up early does not weaken them.
         """
         if self.half_width == math.inf:
             return True
@@ -812,7 +814,7 @@ class _Difference:
         return best - self.half_width_after(total) > threshold
 
     def may_fall_below(self, threshold: float, num_left: int) -> bool:
-        """Whether the rounds left could exclude ``threshold`` from above; as :meth:`may_stay_above`."""
+        """Whether the remaining rounds could exclude ``threshold`` from above; see :meth:`may_stay_above`."""
         if self.half_width == math.inf:
             return True
         total = self.num_now + num_left

@@ -34,11 +34,11 @@ FACTS_FILE, LOG_FILE = "facts.json", "output.log"
 
 
 _GRACE_S = 2 * KILL_S
-"""Seconds after the command's deadline until the evaluation process itself is given up."""
+"""Seconds after the command's deadline before the evaluation process itself is given up."""
 
 
 class EvaluationProcess:
-    """One run of the command, in parallel to the controller; nothing of it outlives its end, or the controller's."""
+    """One run of the command, in parallel with the controller. No process outlives its end or the controller's."""
 
     def __init__(self) -> None:
         self._trial = 0
@@ -47,10 +47,10 @@ class EvaluationProcess:
         self._failure = ""
 
     def start(self, command: tuple[str, ...], facts: Mapping[str, Any], folder: Path, timeout_s: float) -> None:
-        """Write ``facts``, as :func:`facts` gives them, into ``folder`` and run ``command`` without a shell.
+        """Write ``facts``, see :func:`facts`, to ``folder`` and run ``command`` without a shell.
 
-        Its path stands for ``{facts}`` in any argument, and is in the variable ``TUNE_CLUSTER_FACTS``. What the
-        command writes goes to ``output.log`` beside it.
+        The file's path replaces ``{facts}`` in any argument, and is in the variable ``TUNE_CLUSTER_FACTS``. The
+        command's output goes to ``output.log`` next to it.
         """
         self._trial = facts["trial"]
         self._give_up_s = time.monotonic() + timeout_s + _GRACE_S
@@ -69,7 +69,7 @@ class EvaluationProcess:
             self._failure = f"the evaluation cannot be started: {error}"
 
     def poll(self) -> Evaluation | None:
-        """How it ended; None while it goes on. Never waits."""
+        """Return its result; None while it runs. Never waits."""
         if self._process is None:
             return self._ended(Ending(exit_code=None, tail=(self._failure,)))
         if self._process.poll() is None:
@@ -86,7 +86,7 @@ class EvaluationProcess:
         return self._ended(from_json(Ending, json.loads(text)))
 
     def kill(self) -> None:
-        """End it, with all that it started. Waits until that is done."""
+        """End it with everything it started, and wait for the end."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -111,7 +111,7 @@ def _start_process(order: EvaluationOrder) -> subprocess.Popen[bytes]:
         python_module("orchestrator.proof.evaluation_process"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the sweep
+        start_new_session=True,  # only the sweep handles Ctrl-C
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
@@ -127,9 +127,9 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
 
 
 def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path | None = None) -> dict[str, Any]:
-    """The facts that the command receives about finalist ``trial``, as JSON.
+    """Return the facts about finalist ``trial`` for the command, as JSON.
 
-    ``folder`` is the sweep's: with it, the folders of the gate runs are passed as well.
+    ``folder``: the sweep's; if given, the folders of the gate runs are included.
     """
     return {
         "sweep": state.sweep.sweep,
@@ -143,7 +143,7 @@ def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path
 
 
 def _run_facts(run: Trial, folder: Path | None) -> dict[str, Any]:
-    """One gate run as JSON: what it trained, how that went, and where its last attempt worked."""
+    """Return one gate run as JSON: what it trained, its result, and the folder of its last attempt."""
     measurement, number = run.measurement, len(run.attempts) - 1
     where = None
     if folder is not None and run.attempts:
@@ -157,10 +157,10 @@ def _run_facts(run: Trial, folder: Path | None) -> dict[str, Any]:
 
 
 class Evaluator:
-    """Runs the evaluations of a proof, one at a time. One whose controller died is begun again by the next.
+    """Runs the evaluations of a proof, one at a time. After a controller's death, the next one starts it again.
 
     Args:
-        folder: where facts and output of evaluations are kept.
+        folder: folder for facts and output of evaluations.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -169,10 +169,10 @@ class Evaluator:
         self._trial: int | None = None
 
     def poll(self, state: SweepState, trial: int) -> Evaluation | None:
-        """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
+        """Return the result of this finalist's evaluation; None while it runs. The first call starts it."""
         settings = state.sweep.proof.gate
         assert settings is not None and settings.command, "the sweep has no evaluation"
-        if self._trial != trial:  # of a proof that was taken back
+        if self._trial != trial:  # from a withdrawn proof
             self.close()
         if self._process is None:
             self._trial = trial
@@ -191,7 +191,7 @@ class Evaluator:
         return ended
 
     def close(self) -> None:
-        """End what runs."""
+        """End a running evaluation."""
         if self._process is not None:
             self._process.kill()
             self._process = None

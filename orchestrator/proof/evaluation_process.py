@@ -1,8 +1,9 @@
-"""Runs a user's command and everything it starts to a certain end: ``python -m orchestrator.proof.evaluation_process``.
+"""Runs a user's command and guarantees the end of everything it starts: ``python -m
+orchestrator.proof.evaluation_process``.
 
-A process between controller and command. It takes an :class:`EvaluationOrder` as one line of JSON on its input, and
-prints a :class:`Ending` once nothing that the command started is left. When its input closes, because the controller
-is gone or wants the end, it kills all of it.
+A process between controller and command. It reads an :class:`EvaluationOrder` as one line of JSON from its input, and
+prints an :class:`Ending` once no process of the command is left. When its input closes, because the controller is gone
+or ends the evaluation, it kills all of them.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from trials.secrets import redact, redact_file, redact_uncaught
 
 TAIL_LINES, TAIL_CHARS = 20, 300
 KILL_S = 10.0
-"""Seconds to wait for what cannot be killed, as when it hangs in a driver."""
+"""Longest wait for killed processes, in seconds. Some hang in a driver."""
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOrder:
-    """What the controller asks the evaluation process to run."""
+    """The controller's order for the evaluation process."""
 
     command: tuple[str, ...]
     variables: Mapping[str, str]
-    """Variables of the command's environment, added to those of this process that are no secrets of the controller."""
+    """Additional variables for the command, which also gets this process's variables except secrets."""
     log: str
-    """File for what the command writes, redacted at the end."""
+    """File for the command's output, redacted at the end."""
     timeout_s: float
 
 
@@ -51,15 +52,15 @@ class Ending:
     """How a command ended."""
 
     exit_code: int | None
-    """Exit code as ``subprocess`` gives it; None: it could not be started, or was killed at its deadline."""
+    """Exit code as in ``subprocess``; None: not started, or killed at its deadline."""
     tail: tuple[str, ...]
-    """Last lines that the command wrote, redacted, and remarks of the evaluation process."""
+    """Last lines of the command's output, redacted, and remarks of the evaluation process."""
 
 
 def run(order: EvaluationOrder, input_fd: int) -> Ending | None:
-    """Run the command to its end; None when ``input_fd`` closed before."""
+    """Run the command to its end; None if ``input_fd`` closed before."""
     path = Path(order.log)
-    with FileLock(path.parent / "lock"):  # that of a controller that died may not have finished with this folder
+    with FileLock(path.parent / "lock"):  # the process of a dead controller may still use this folder
         if _is_closed(input_fd, wait_s=0.0):
             return None
         try:
@@ -88,7 +89,7 @@ def _start(order: EvaluationOrder, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _watch(process: subprocess.Popen[bytes], input_fd: int, timeout_s: float) -> tuple[int | None, list[str] | None]:
-    """Exit code and remarks; the remarks are None when the input closed."""
+    """Return exit code and remarks; the remarks are None if the input closed."""
     deadline_s = time.monotonic() + timeout_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         if process.poll() is not None:
@@ -104,14 +105,14 @@ def _is_closed(fd: int, *, wait_s: float) -> bool:
 
 
 def _tail(path: Path) -> list[str]:
-    """Last lines that are not empty; a few more are read than are kept, as some are."""
+    """Return the last non-empty lines; a few more are read than returned."""
     with contextlib.suppress(OSError):
         return [line[:TAIL_CHARS] for line in tail(path, 4 * TAIL_LINES).lines if line.strip()][-TAIL_LINES:]
     return []
 
 
 def main() -> int:
-    """Read the order from the input, which stays open for as long as the controller wants the command to run."""
+    """Read the order from the input, which the controller keeps open as long as the command may run."""
     redact_uncaught()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()

@@ -1,8 +1,8 @@
-"""The loss gate: does a finalist train the same model as the baseline?
+"""The loss gate: whether a finalist trains the same model as the baseline.
 
-Both train the same steps from the same weights on the same data, so their losses and gradient norms may differ by
-rounding only. How much that is depends on the number formats, and it grows from step to step; a *twin* of the baseline,
-whose initial weights are off by rounding errors, shows what this workload makes of them. See docs/loss-gate.md.
+Both train the same steps from the same weights on the same data, so their losses and gradient norms may differ only by
+rounding. The size depends on the number formats, and grows from step to step. A *twin* of the baseline, with rounding
+errors added to its initial weights, shows their effect on this workload. See docs/loss-gate.md.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from orchestrator.sweep.events import GateReport, GateSettings, StepsJudged
 from trials.outcome import Measurement
 from trials.spec import Candidate, Kernels, Loader, Precision, Recompute, ResNetModel, UserModel, Workload
 
-# How far losses and gradient norms of equal training may lie apart, by number format; measured, see docs/loss-gate.md.
+# Deviations of losses and gradient norms in equal training, by number format; measured, see docs/loss-gate.md.
 #
 # Standard library only.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How large a relative deviation may be, by step.
+    """Tolerance of a relative deviation, by step.
 
-    It grows with the square of the steps: each step adds its error, and trains on those before.
+    It grows with the square of the steps: each step adds its own error, and trains on the errors before it.
     """
 
     first: float
     """Tolerance in step 1, where both runs still have the same weights."""
     growth: float = 0.0
     most: float = math.inf
-    """Upper bound, however many steps."""
+    """Upper bound for any number of steps."""
 
     def at(self, step: int) -> float:
-        """Tolerance in this step, counted from 1."""
+        """Return the tolerance in this step, counted from 1."""
         return min(self.first + self.growth * (step - 1) ** 2, self.most)
 
     def wider(self, factor: float) -> Tolerance:
-        """The tolerance times ``factor``, with the same upper bound."""
+        """Multiply the tolerance by ``factor``, with the same upper bound."""
         return replace(self, first=self.first * factor, growth=self.growth * factor)
 
     def __add__(self, other: Tolerance) -> Tolerance:
@@ -84,7 +84,7 @@ ERRORS: dict[str, Limits] = {
     "float16 O1": _limits(5e-5, 3e-5, 1e-3, 2e-4),
     "float16 O2": _limits(1e-4, 5e-5, 2e-3, 4e-4),
 }
-"""How far training in a class may lie from exact arithmetic. Two runs may lie apart by the sum of theirs."""
+"""Tolerated deviation from exact arithmetic, by class. Two runs may differ by the sum of theirs."""
 ROUNDING: dict[str, float] = {
     "float32": 2.0**-20,
     "float32 high": 2.0**-10,
@@ -95,73 +95,73 @@ ROUNDING: dict[str, float] = {
     "float16 O1": 2.0**-10,
     "float16 O2": 2.0**-10,
 }
-"""How far the initial weights of a twin are off, by class: by the machine epsilon of what the factors of products are
-rounded to; in float32 by 8 of it, as sums of 64 products are: layouts and kernels differ by the order in which they
-sum. By one of it, twins of a ResNet were measured to part later than memory formats do."""
+"""Perturbation of a twin's initial weights, by class: the machine epsilon of the factors of products; in float32 8
+times that, as for sums of 64 products, because layouts and kernels differ in the order of sums. With one epsilon, twins
+of a ResNet diverged later than memory formats do."""
 BATCH_NORM_FACTOR = 20.0
-"""How much further apart runs of models with batch norm may lie: it amplifies rounding."""
+"""Factor on tolerances for models with batch norm, which amplifies rounding."""
 OTHER_BATCH_NORM = Limits(
     loss=Tolerance(first=0.05, growth=3e-4, most=0.15), grad_norm=Tolerance(first=0.4, growth=5e-4, most=0.5)
 )
-"""What comes on top where batch norm takes its statistics over micro-batches of another size."""
+"""Additional tolerance if batch norm's statistics are over micro-batches of another size."""
 
 
 def coarser(one: str, other: str) -> Limits:
-    """Limits of the coarser of two classes."""
+    """Return the limits of the coarser of two classes."""
     return max(ERRORS[one], ERRORS[other], key=lambda limits: limits.loss.first)
 
 
 def class_name(precision: Precision, matmul_precision: str) -> str:
-    """Class of a number format: its key in :data:`ERRORS`."""
+    """Return the class of a number format, its key in :data:`ERRORS`."""
     if precision.level != "O0":
         return f"{precision.dtype} {precision.level}"
     return "float32" if matmul_precision == "highest" else f"float32 {matmul_precision}"
 
 
-# Trajectories: losses and gradient norms of gate runs, and how two compare step by step. Standard library only.
+# Trajectories: losses and gradient norms of gate runs, and step-by-step comparisons. Standard library only.
 #
 # Steps count from 1.
 
 
 NOISE_FACTOR = 4.0
-"""Up to this many times as far off as the twin has been is no evidence: two equal trainings differ by chance, and the
-losses of legitimate ones were measured to lie up to 2.5 times as far off as the twin's."""
+"""Deviations up to this multiple of the twin's are no evidence: two equal trainings differ by chance. Measured losses
+of legitimate ones deviate by up to 2.5 times the twin's deviation."""
 NORM_NOISE_FACTOR = 10.0
-"""The same for gradient norms after the first step, where single batches amplify errors: up to 7 times was measured."""
+"""The same for gradient norms after the first step. Single batches amplify errors: by up to 7 times in measurements."""
 SPIKE_FACTOR = 3.0
-"""A gradient norm this many times the median of those before is a spike."""
+"""Ratio of a gradient norm to the median of those before it that counts as a spike."""
 LOSS_AFTER_SPIKE = 2 * LOSS_MOST
-"""Limit of the loss from a spike on, at least."""
+"""Least limit of the loss from a spike on."""
 LEAD = 2
-"""Steps by which a run whose rounding errors are some times the twin's may be unstable before it: errors grow tenfold
-and more from step to step then."""
+"""Steps by which a run with a few times the twin's rounding errors may become unstable before the twin: errors then
+grow tenfold or more from step to step."""
 MIN_INFORMATIVE_SHARE = 0.5
-"""Fraction of steps that must be comparable."""
+"""Share of steps that must be comparable."""
 EXCUSED_SHARE = 0.5
-"""Share of the steps whose gradient norms may contradict before that refutes; the first may not. Fewer are a doubt."""
+"""Share of steps whose gradient norms may contradict, except the first, before a run is refuted. Fewer are a doubt."""
 _SPIKE_WINDOW = 5
 _FLOOR = 0.01
-"""Share of the largest value: deviations of values below it are relative to it."""
+"""Share of the largest value. Deviations of smaller values are relative to it."""
 _TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """How one gate run trained, step by step from the first."""
+    """Losses and gradient norms of one gate run, from the first step on."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    """0 where loss scaling skipped the update."""
+    """0 if loss scaling skipped the update."""
     num_skipped_steps: int
     precision: Precision
     matmul_precision: str = "highest"
     micro_batch_size: int | None = None
     loss_resolution: float = 0.0
-    """Half the last digit of the losses, where they were read from text."""
+    """Half of the last digit of the losses, if read from text."""
 
     @property
     def class_name(self) -> str:
-        """Class of its number formats, see :func:`orchestrator.proof.loss_gate.class_name`."""
+        """Class of its number formats, see :func:`class_name`."""
         return class_name(self.precision, self.matmul_precision)
 
     @property
@@ -177,9 +177,9 @@ class Trajectory:
 
     @property
     def spike(self) -> int | None:
-        """First step whose gradient norm is far above those before; None without any.
+        """The first step with a gradient norm far above those before; None without any.
 
-        There the training is unstable: a rounding error may become as large as the values themselves within one step.
+        There, training is unstable: within one step a rounding error may become as large as the values themselves.
         """
         seen: list[float] = []
         for step, norm in enumerate(self.grad_norms, start=1):
@@ -191,12 +191,12 @@ class Trajectory:
         return None
 
     def first(self, num_steps: int) -> Trajectory:
-        """The first ``num_steps`` steps: tuning kernels may make a run longer than was asked."""
+        """Return the first ``num_steps`` steps: kernel tuning may make a run longer than requested."""
         return replace(self, losses=self.losses[:num_steps], grad_norms=self.grad_norms[:num_steps])
 
 
 def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
-    """The trajectory of a gate run's measurement."""
+    """Return the trajectory of a gate run's measurement."""
     return Trajectory(
         losses=measurement.losses,
         grad_norms=measurement.grad_norms,
@@ -209,7 +209,7 @@ def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
 
 
 def _trained_precision(measurement: Measurement, candidate: Candidate) -> Precision:
-    """The candidate's; of a user's program, what was seen in it, where that is coarser."""
+    """Return the candidate's precision; for a user's program, the observed one if it is coarser."""
     seen = measurement.findings.script.facts.dtype if measurement.findings.script else None
     if candidate.precision.level != "O0" or seen not in ("bfloat16", "float16"):
         return candidate.precision
@@ -223,17 +223,17 @@ def _loss_resolution(measurement: Measurement) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One quantity: how far two runs lie apart, and how far they may. All relative; element i is step i + 1."""
+    """Deviations of one quantity between two runs, and their limits. All relative; element i is step i + 1."""
 
     deviations: tuple[float | None, ...]
-    """Relative deviation by step; None where nothing can be compared: the update was skipped, or a value is void."""
+    """Relative deviation by step; None if not comparable: a skipped update, or a void value."""
     limits: tuple[float, ...]
     twin: tuple[float, ...] = ()
-    """How far the twin has been off up to each step: all that this workload can tell. Empty without a twin."""
+    """The twin's largest deviation up to each step, the resolution of this workload. Empty without a twin."""
     noise: tuple[float, ...] = ()
-    """How far a run may be off without being evidence, since the twin is almost as far; empty without a twin."""
+    """Deviations that are no evidence, because the twin's are similar; empty without a twin."""
     num_excused: int = 0
-    """Steps whose contradictions do not refute, the first one that can be compared excepted."""
+    """Number of contradicting steps, except the first comparable one, that do not refute."""
 
     @property
     def beyond(self) -> tuple[int, ...]:
@@ -242,38 +242,39 @@ class Curve:
 
     @property
     def unstable_from(self) -> int | None:
-        """First step in which rounding alone takes the twin beyond the limit; None where it never does."""
+        """First step in which the twin exceeds the limit by rounding alone; None if it never does."""
         pairs = enumerate(zip(self.twin, self.limits, strict=False), start=1)
         return next((step for step, (off, limit) in pairs if off > limit), None)
 
     @property
-    def silent(self) -> frozenset[int]:
-        """Steps that tell nothing: there the twin is beyond the limit, or a run that rounds differently may be.
-        In the first step weights are equal, so that nothing has grown yet."""
+    def inconclusive(self) -> frozenset[int]:
+        """Inconclusive steps: the twin exceeds the limit, or a run with different rounding may. Not the first step:
+        with equal weights, no error has grown yet."""
         ahead = [self.twin[min(i + LEAD, len(self.twin) - 1) if i else 0] for i in range(len(self.twin))]
         pairs = enumerate(zip(ahead, self.limits, strict=False), start=1)
         return frozenset(step for step, (off, limit) in pairs if off > limit)
 
     @property
     def is_chaotic(self) -> bool:
-        """Whether rounding alone takes so many steps beyond their limits that only the first can refute a run."""
-        return bool(self.silent) and len(self.informative) < MIN_INFORMATIVE_SHARE * len(self.limits)
+        """Whether rounding alone makes so many steps exceed their limits that only the first can refute a run."""
+        return bool(self.inconclusive) and len(self.informative) < MIN_INFORMATIVE_SHARE * len(self.limits)
 
     @property
     def informative(self) -> tuple[int, ...]:
         """Comparable steps."""
-        return tuple(step for step in self._shares() if step not in self.silent)
+        return tuple(step for step in self._shares() if step not in self.inconclusive)
 
     @property
     def contradictions(self) -> tuple[int, ...]:
-        """Steps beyond their limits whose deviation is not the noise of this workload."""
-        return tuple(step for step in self._unlike_twin if step not in self.silent)
+        """Steps beyond their limits with a deviation above this workload's noise."""
+        return tuple(step for step in self._unlike_twin if step not in self.inconclusive)
 
     @property
-    def wild(self) -> tuple[int, ...]:
-        """Steps that tell nothing, where the run is further off than the noise of this workload all the same."""
+    def beyond_noise(self) -> tuple[int, ...]:
+        """Inconclusive steps in which the run's deviation still exceeds this workload's noise."""
         ahead = {
-            step: self.noise[min(step - 1 + LEAD, len(self.noise) - 1)] if self.noise else 0.0 for step in self.silent
+            step: self.noise[min(step - 1 + LEAD, len(self.noise) - 1)] if self.noise else 0.0
+            for step in self.inconclusive
         }
         return tuple(
             step for step in self._unlike_twin if step in ahead and (self.deviations[step - 1] or 0) > ahead[step]
@@ -281,7 +282,7 @@ class Curve:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether this quantity shows that another model is trained."""
+        """Whether this quantity shows that a different model is trained."""
         found = self.contradictions
         if self.is_chaotic:
             return found[:1] == (1,)
@@ -289,8 +290,8 @@ class Curve:
 
     @property
     def decisive(self) -> int | None:
-        """The step that tells most against the run, or where nothing does, lies next to its limit; None where no step
-        can be compared."""
+        """The step with the strongest evidence against the run; without evidence, the one closest to its limit. None if
+        no step is comparable."""
         shares = self._shares()
         usual = [step for step in self.informative if shares[step] <= 1.0]
         return max(self.contradictions or usual or shares, key=lambda step: shares[step], default=None)
@@ -302,7 +303,7 @@ class Curve:
 
     @property
     def judged(self) -> StepsJudged | None:
-        """The steps in sum; None where none can be compared."""
+        """Return the summary of the steps; None if none is comparable."""
         found = [deviation for deviation in self.deviations if deviation is not None]
         if not found:
             return None
@@ -315,11 +316,11 @@ class Curve:
         )
 
     def at(self, step: int | None) -> tuple[float | None, float]:
-        """Deviation and limit of this step."""
+        """Return deviation and limit of this step."""
         return (None, self.limits[0]) if step is None else (self.deviations[step - 1], self.limits[step - 1])
 
     def _shares(self) -> dict[int, float]:
-        """Step to its deviation in multiples of its limit."""
+        """Return each step's deviation in multiples of its limit."""
         pairs = enumerate(zip(self.deviations, self.limits, strict=True), start=1)
         return {step: value / max(limit, _TINY) for step, (value, limit) in pairs if value is not None}
 
@@ -327,11 +328,11 @@ class Curve:
 def loss_curve(
     expected: Trajectory, run: Trajectory, limits: Tolerance, twin: Trajectory | None, *, is_strict: bool = False
 ) -> Curve:
-    """Losses of ``run`` against ``expected``.
+    """Compare losses of ``run`` with ``expected``.
 
     Args:
-        twin: a run that differs from ``expected`` by rounding errors only.
-        is_strict: whether beyond the limit is beyond, however far the twin is off.
+        twin: a run that differs from ``expected`` only by rounding errors.
+        is_strict: whether every excess counts, whatever the twin's deviation.
     """
     values, nothing = expected.losses, frozenset[int]()
     allowed = _allowed(limits, len(values))
@@ -350,10 +351,10 @@ def loss_curve(
 def norm_curve(
     expected: Trajectory, run: Trajectory, limits: Tolerance, twin: Trajectory | None, *, is_strict: bool = False
 ) -> Curve:
-    """Gradient norms of ``run`` against ``expected``, as :func:`loss_curve`.
+    """Compare gradient norms of ``run`` with ``expected``, see :func:`loss_curve`.
 
-    In single steps they may be far off in equal training, where some batch is one that the model is sensitive to.
-    Without a twin to show from where on, they are taken to say nothing after a spike.
+    In equal training, single steps may deviate far, if the model is sensitive to a batch. Without a twin to show where
+    this begins, norms after a spike count as inconclusive.
     """
     values = expected.grad_norms
     is_unstable = twin is None and expected.spike is not None
@@ -375,7 +376,7 @@ def _largest_yet(deviations: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def _relative(expected: Sequence[float], values: Sequence[float], void: AbstractSet[int]) -> tuple[float | None, ...]:
-    """Deviation per step; None in the ``void`` ones, and where a value is not finite."""
+    """Return the deviation per step; None in ``void`` ones, and if a value is not finite."""
     floor = _floor(expected)
     return tuple(
         None if step in void or not math.isfinite(a - b) else abs(b - a) / max(abs(a), floor)
@@ -394,10 +395,10 @@ def _allowed(limits: Tolerance, num_steps: int) -> list[float]:
 def _with_delays(
     limits: Sequence[float], values: Sequence[float], expected: Trajectory, run: Trajectory
 ) -> tuple[float, ...]:
-    """Limits with what skipped updates add to them.
+    """Add the effect of skipped updates to the limits.
 
-    A run that skipped n updates which the other made is n updates behind, having seen the same data: its values may
-    lie as far off as any two of ``values`` do that are n steps apart.
+    A run that skipped n more updates than the other is n updates behind on the same data. Its values may differ as much
+    as any two of ``values`` that are n steps apart.
     """
     differing, floor = expected.skipped ^ run.skipped, _floor(values)
     made = {step: value for step, value in enumerate(values, start=1) if step not in expected.skipped}
@@ -428,7 +429,7 @@ __all__ = [
 Compared = Literal["baseline", "reference"]
 
 MAX_SKIPPED_SHARE = 0.5
-"""Share of the steps: a finalist that skips more updates than this has shown too little."""
+"""Share of skipped updates above which a finalist's run is inconclusive."""
 MORE_EVIDENCE = (
     "A larger global_batch_size, a lower learning rate or a baseline in O0 makes the gate more sensitive; a "
     "custom evaluation (gate.command) decides without it"
@@ -438,22 +439,22 @@ UNFINISHED = "Use longer deadlines or a smaller gate.num_steps, so that it train
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossComparison:
-    """A finalist's run against that of the baseline, or of the reference where there is one."""
+    """A finalist's run compared with the baseline's, or with the reference if there is one."""
 
     loss: Curve
     grad_norm: Curve
     compared_with: Compared
     precision_class: str
-    """Names the limits, e.g. ``bfloat16 O1 against float32``."""
+    """Name of the limits, such as ``bfloat16 O1 against float32``."""
 
 
 def needs_reference(baseline: Candidate, finalist: Candidate) -> bool:
-    """Whether a run in fp32 has to say which of two number formats is off; a baseline in O0 is one itself."""
+    """Whether a run in fp32 must decide which of two number formats deviates; a baseline in O0 is such a run."""
     return baseline.precision != finalist.precision and baseline.precision.level != "O0"
 
 
 def reference_candidate(baseline: Candidate, workload: Workload) -> Candidate:
-    """The baseline in fp32 with the plainest kernels, recomputed in full, which makes up for the memory fp32 takes."""
+    """Return the baseline in fp32 with the plainest kernels, and full recompute to save the memory that fp32 takes."""
     layers = baseline.layout.stage_layers or ((workload.num_layers,),)
     return replace(
         baseline, precision=Precision(), kernels=Kernels(), loader=Loader(), recompute=Recompute(full=layers)
@@ -461,25 +462,25 @@ def reference_candidate(baseline: Candidate, workload: Workload) -> Candidate:
 
 
 def rounding(one: Candidate, other: Candidate) -> float:
-    """How far the initial weights of the twin are off that shows what rounding does between two candidates: by the
-    rounding errors of the coarser number format of both."""
+    """Return the perturbation of the twin's initial weights for two candidates: the rounding errors of the coarser
+    number format of both."""
     return max(ROUNDING[class_name(of.precision, of.kernels.matmul_precision)] for of in (one, other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateTrajectories:
-    """What was trained to judge a finalist; None where it was not, or could not be."""
+    """Gate runs for a finalist; None if a run was not needed, or failed."""
 
     baseline: Trajectory
     finalist: Trajectory
     reference: Trajectory | None = None
     finalist_reference: Trajectory | None = None
-    """The finalist's :func:`reference_candidate` trained, for one in 16 bits: errors of its layout that hide in the
-    noise of 16 bits show here, against the reference or a baseline in O0."""
+    """The finalist's :func:`reference_candidate`, for a finalist in 16 bits: shows errors of its layout that the noise
+    of 16 bits hides, compared with the reference or a baseline in O0."""
     twin: Trajectory | None = None
-    """The baseline with initial weights off by rounding errors."""
+    """The baseline with rounding errors added to its initial weights."""
     reference_twin: Trajectory | None = None
-    """The same of what ``finalist_reference`` is compared with."""
+    """The same for the counterpart of ``finalist_reference``."""
 
     @property
     def compared_with(self) -> Compared:
@@ -487,25 +488,25 @@ class GateTrajectories:
 
     @property
     def expected(self) -> Trajectory:
-        """What the finalist should have trained."""
+        """Return the expected trajectory."""
         return self.reference or self.baseline
 
     @property
     def noise(self) -> Trajectory | None:
-        """The run that differs from the expected one by rounding errors only: its twin, or where there is a reference
-        for a finalist in 16 bits, the baseline itself, which is the reference in 16 bits."""
+        """The run that differs from the expected one only by rounding errors: its twin; or, for a finalist in 16 bits
+        with a reference, the baseline, which is the reference in 16 bits."""
         if self.reference is None:
             return self.twin
         return self.reference_twin if self.finalist.precision.level == "O0" else self.baseline
 
     @property
     def num_steps(self) -> int:
-        """Steps of the shortest of all."""
+        """Number of steps of the shortest run."""
         runs: list[Trajectory | None] = [getattr(self, f.name) for f in fields(self)]
         return min(run.num_steps for run in runs if run is not None)
 
     def first(self, num_steps: int) -> GateTrajectories:
-        """The first ``num_steps`` steps of all."""
+        """Return the first ``num_steps`` steps of all."""
         runs = {f.name: getattr(self, f.name) for f in fields(self)}
         return GateTrajectories(**{name: run and run.first(num_steps) for name, run in runs.items()})
 
@@ -513,12 +514,12 @@ class GateTrajectories:
 def judge_gate(
     trial: int, runs: GateTrajectories, settings: GateSettings, workload: Workload | None = None
 ) -> GateReport:
-    """Whether the finalist trained as the baseline did, or as the reference where there is one, as far as can be told.
+    """Judge whether the finalist trained like the baseline, or like the reference if there is one.
 
-    Tolerances and deviations of the report are those of the step that decides, see :class:`Curve`.
+    Tolerances and deviations in the report are those of the decisive step, see :class:`Curve`.
 
     Args:
-        workload: tells of batch norm, which amplifies rounding, and depends on the size of micro-batches.
+        workload: shows whether there is batch norm, which amplifies rounding and depends on micro-batch size.
     """
     names = {"reference_twin": "reference's twin", "finalist_reference": "finalist in O0", "twin": "baseline's twin"}
     for field in fields(runs):
@@ -558,12 +559,12 @@ def judge_gate(
 
 
 def failed_gate(trial: int, settings: GateSettings, reason: str) -> GateReport:
-    """The report of a finalist whose gate run ended in a failure of its own."""
+    """Return the report of a finalist whose own gate run failed."""
     return replace(undecided_gate(trial, settings, "", ""), reasons=(reason,), doubts=())
 
 
 def undecided_gate(trial: int, settings: GateSettings, doubt: str, remedy: str = "") -> GateReport:
-    """The report of a finalist that cannot be judged: a gate run is too short, was lost, or met its deadline."""
+    """Return the report of a finalist that cannot be judged: a gate run was too short, lost, or timed out."""
     return GateReport(
         trial=trial,
         passed=False,
@@ -581,10 +582,10 @@ def undecided_gate(trial: int, settings: GateSettings, doubt: str, remedy: str =
 
 
 def deviations(runs: GateTrajectories, settings: GateSettings, workload: Workload | None = None) -> LossComparison:
-    """What :func:`judge_gate` judges, as two curves: relative deviations of losses and gradient norms, with limits.
+    """Return the curves that :func:`judge_gate` judges: relative deviations of losses and gradient norms, with limits.
 
-    Element i of a curve is step i + 1; a deviation of None is a gap: there is nothing to compare. All runs have to be
-    of ``settings.num_steps`` steps at least.
+    Element i of a curve is step i + 1; a deviation of None is not comparable. All runs must have at least
+    ``settings.num_steps`` steps.
     """
     runs = runs.first(settings.num_steps)
     return _compare(runs.expected, runs.finalist, runs.noise, runs.compared_with, settings, workload)
@@ -593,7 +594,7 @@ def deviations(runs: GateTrajectories, settings: GateSettings, workload: Workloa
 def exact_deviations(
     runs: GateTrajectories, settings: GateSettings, workload: Workload | None = None
 ) -> LossComparison | None:
-    """The same for a finalist in 16 bits, its layout trained in float32; None where it was not."""
+    """Return the same for a 16-bit finalist with its layout trained in float32; None if that was not trained."""
     if runs.finalist_reference is None or runs.expected.precision.level != "O0":
         return None
     runs = runs.first(settings.num_steps)
@@ -611,7 +612,7 @@ def _compare(
 ) -> LossComparison:
     limits = ERRORS[expected.class_name] + ERRORS[run.class_name]
     if twin is not None and twin.precision.level != "O0" and expected.precision.level == "O0":
-        # as far off as the baseline's own format may be, which people live with
+        # as much as the baseline's own format may deviate, which users accept
         limits = ERRORS[expected.class_name] + coarser(twin.class_name, run.class_name)
     if _has_batch_norm(workload):
         limits = limits.wider(BATCH_NORM_FACTOR)
@@ -638,7 +639,7 @@ def _has_batch_norm(workload: Workload | None) -> bool:
 
 
 def _has_other_batch_norm(one: Trajectory, other: Trajectory, workload: Workload | None) -> bool:
-    """Whether batch norm takes its statistics over different numbers of samples in the two candidates."""
+    """Whether batch norm's statistics are over different numbers of samples in the two candidates."""
     return _has_batch_norm(workload) and one.micro_batch_size != other.micro_batch_size
 
 
@@ -646,7 +647,7 @@ def _has_other_batch_norm(one: Trajectory, other: Trajectory, workload: Workload
 
 
 def _failures(runs: GateTrajectories) -> Iterator[str]:
-    """What is wrong with the finalist's run whatever it is compared with."""
+    """Yield faults of the finalist's run that need no comparison."""
     run, right = runs.finalist, runs.expected
     for name, values, expected in (
         ("loss", run.losses, right.losses),
@@ -686,7 +687,7 @@ def _excesses(found: LossComparison) -> Iterator[str]:
 
 
 def _doubts(found: LossComparison) -> Iterator[str]:
-    """Why the gate is undecided, for a finalist that is not refuted."""
+    """Yield reasons why the gate is undecided, for a finalist that is not refuted."""
     for name, curve in _curves(found):
         num_steps, useful, unstable_from = len(curve.limits), len(curve.informative), curve.unstable_from
         if curve.is_refuted:
@@ -700,7 +701,7 @@ def _doubts(found: LossComparison) -> Iterator[str]:
                 f"{unstable_from}, with a limit of {curve.limits[unstable_from - 1]:.2g}; only {useful} of "
                 f"{num_steps} steps are comparable"
             )
-        elif odd := (curve.contradictions or curve.wild):
+        elif odd := (curve.contradictions or curve.beyond_noise):
             step = max(odd, key=lambda step: curve.deviations[step - 1] or 0.0)
             yield (
                 f"the {name} deviates from that of the {found.compared_with} by up to "
@@ -715,7 +716,7 @@ def _twin_text(curve: Curve, step: int) -> str:
 
 
 def _explained(found: LossComparison) -> Iterator[str]:
-    """What lies beyond its limit without being evidence."""
+    """Yield excesses that are no evidence."""
     for name, curve in _curves(found):
         if curve.unstable_from is not None:
             yield (

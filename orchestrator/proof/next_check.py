@@ -1,4 +1,4 @@
-"""What a proof does next: a pure function of the sweep's state.
+"""The next step of a proof: a pure function of the sweep's state.
 
 ::
 
@@ -9,11 +9,11 @@
                          |                                           | no finalist is left, and some were disqualified:
                          +---- trials that they stopped run again <--+ the next best trials
 
-Nothing is confirmed that was not measured again, interleaved with the baseline on the same nodes, after it had been
-chosen: the best of many measurements is partly the luckiest one.
+A trial is confirmed only if it was measured again after being chosen, interleaved with the baseline on the same nodes:
+the best of many measurements is partly the luckiest one.
 
-Among finalists whose speeds are equal as far as the rounds show, the smaller change goes first: the baseline's number
-format, then fewer knobs that differ.
+Of finalists with equal speeds by the rounds, the smaller change goes first: the baseline's number format, then fewer
+differing knobs.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ from trials.outcome import GangLost, StoppedEarly
 from trials.spec import Layout
 
 AUTO_PROFILE_S = 600.0
-"""Seconds of work from which on a sweep's baseline and winner are profiled unasked."""
+"""Seconds of work from which a sweep's baseline and winner are profiled automatically."""
 AUTO_PROFILE_SHARE = 0.1
 """Share of the sweep's device time that these profiles may take."""
 
 
 def next_command(state: SweepState, end: End) -> Command:
-    """The search has ended because of ``end`` and nothing runs: the next step of the proof, a profile, or the end."""
+    """Return the next step of the proof, a profile, or the end; the search ended with ``end`` and nothing runs."""
     if (begin := _finalists(state, end)) is not None:
         return begin
     if state.proof is not None and state.proof.verdict is None:
@@ -100,7 +100,7 @@ def next_command(state: SweepState, end: End) -> Command:
 
 
 def largest_layout(state: SweepState) -> Layout | None:
-    """The layout, of the finalists and the baseline, that needs most devices; None before there are finalists."""
+    """Return the layout of finalists and baseline that needs the most devices; None before there are finalists."""
     if state.proof is None:
         return None
     layouts = [state.trials[number].candidate.layout for number in (BASELINE, *state.proof.finalists)]
@@ -109,7 +109,7 @@ def largest_layout(state: SweepState) -> Layout | None:
 
 def _finalists(state: SweepState, end: End) -> ChooseFinalists | None:
     if state.proof is not None and state.proof.verdict is None:
-        return None  # what has been begun is ended first
+        return None  # a started proof is completed first
     if state.proof is None and state.sweep.proof.confirm is not None and state.best is not None:
         chosen = choose_finalists(state)
         finalists = (*chosen, *(n for n in state.to_confirm if n not in chosen))
@@ -121,11 +121,11 @@ def _finalists(state: SweepState, end: End) -> ChooseFinalists | None:
 
 
 def choose_finalists(state: SweepState) -> tuple[int, ...]:
-    """Measured trials that may be faster than the baseline: those with the highest upper bounds of their intervals.
+    """Choose measured trials that may be faster than the baseline: those with the highest upper bounds of intervals.
 
-    With ``confirm.always`` those with the highest upper bounds, whether they may be faster or not. Where finalists
-    were disqualified, the next best that differ from them: see :func:`hopeful`; and of several with one of the values
-    that all disqualified trials share, the first, while there are others.
+    With ``confirm.always``, those with the highest upper bounds, even if they are not faster. After disqualifications,
+    the next best that differ from the disqualified ones, see :func:`hopeful`. Of several with one of the values shared
+    by all disqualified trials, only the first, while there are others.
     """
     most, suspect = confirm_settings(state).num_finalists, shared_values(state).items()
     chosen: list[int] = []
@@ -140,9 +140,9 @@ def choose_finalists(state: SweepState) -> tuple[int, ...]:
 
 
 def promising(state: SweepState) -> tuple[int, ...]:
-    """Measured trials that may be faster than the baseline and were not confirmed yet, the highest upper bound first.
+    """Return measured trials that may be faster than the baseline and are not confirmed yet, highest upper bound first.
 
-    Left out are those with all the values that the disqualified ones share.
+    Trials with all the values shared by the disqualified ones are left out.
     """
     baseline = state.trials[BASELINE].measurement if state.trials else None
     if baseline is None:
@@ -165,14 +165,14 @@ def promising(state: SweepState) -> tuple[int, ...]:
 
 
 def shared_values(state: SweepState) -> dict[str, Scalar]:
-    """Knobs with a value that all disqualified trials have and the baseline does not; empty for fewer than two: one
-    alone does not show which of its values is to blame, if any is."""
+    """Return the values that all disqualified trials share and the baseline lacks. Empty for fewer than two: a single
+    one does not show which of its values is the cause, if any."""
     out = [state.trials[one.trial].candidate for one in state.disqualified]
     return shared_change(out, state.trials[BASELINE].candidate) if len(out) > 1 else {}
 
 
 def _left_out(state: SweepState) -> tuple[int, ...]:
-    """Measured trials with all the values that the disqualified ones share."""
+    """Return measured trials with all the values shared by the disqualified ones."""
     out = {one.trial for one in state.disqualified}
     others = (
         one.number for one in state.searched() if one.measurement is not None and one.number not in (BASELINE, *out)
@@ -181,14 +181,14 @@ def _left_out(state: SweepState) -> tuple[int, ...]:
 
 
 def _with_left_out(state: SweepState, verdict: Verdict) -> Verdict:
-    """The verdict with the trials that are left out after it; its winner is proven and never among them."""
+    """Add to the verdict the trials that it leaves out; its winner is proven and never one of them."""
     out = {one.trial: one for one in (*state.disqualified, *verdict.disqualified) if one.trial != verdict.winner}
     left_out = _left_out(replace(state, disqualified=tuple(out.values())))
     return replace(verdict, left_out=tuple(number for number in left_out if number != verdict.winner))
 
 
 def _has_shared(state: SweepState, number: int) -> bool:
-    """Whether the trial has all the values that the disqualified ones share."""
+    """Whether the trial has all the values shared by the disqualified ones."""
     shared = shared_values(state)
     return bool(shared) and shared.items() <= flat_params(state.trials[number].candidate).items()
 
@@ -214,7 +214,7 @@ def _prove(state: SweepState, proof: ProofState) -> Command:
 
 
 def _failed_baseline(state: SweepState, proof: ProofState) -> Trial | None:
-    """The baseline's run for gate or soak that failed for good; None without one."""
+    """Return the baseline's run for gate or soak that finally failed; None without one."""
     for trial in checks(state, proof):
         is_gate = trial.check == GateRun(of=BASELINE, role="baseline")
         is_soak = isinstance(trial.check, SoakRun) and trial.check.of == BASELINE
@@ -248,7 +248,7 @@ def _measure_again(state: SweepState, found: Confirmation) -> Command:
 
 
 def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
-    """The first finalist shown faster and not refused yet goes through gate, soak and evaluation."""
+    """Run gate, soak and evaluation for the first finalist shown faster and not refused yet."""
     if (aside := _set_aside(state, proof, found, spent)) is not None:
         return aside
     settings, reports = gate_settings(state), gate_reports(state)
@@ -278,7 +278,7 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
 
 
 def _none_left(state: SweepState, proof: ProofState, found: Confirmation, *, is_settled: bool, spent: str) -> Command:
-    """No finalist can win: the next best follow where some were disqualified, else this is the verdict."""
+    """Handle a proof without a possible winner: the next best trials after disqualifications, else the verdict."""
     reason = _keep_reason(state, proof, found)
     end = _conclude(state, found, "keep" if is_settled else "unconfirmed", None, reason)
     aside = _set_aside(state, proof, found, spent, is_over=True) if is_settled else None
@@ -288,8 +288,8 @@ def _none_left(state: SweepState, proof: ProofState, found: Confirmation, *, is_
 def _set_aside(
     state: SweepState, proof: ProofState, found: Confirmation, spent: str, *, is_over: bool = False
 ) -> SetAside | None:
-    """Replace the finalists, where some were disqualified: at once if a disqualified one had stopped other trials or
-    ended the search; when the proof ``is_over``, if there is any trial left to confirm. None: neither is so."""
+    """Replace the finalists if some were disqualified: at once if a disqualified one had stopped other trials or ended
+    the search; once the proof ``is_over``, if there is any trial left to confirm. None in all other cases."""
     out = _disqualified(state, proof)
     if not out or proof.is_requested or spent:
         return None
@@ -303,7 +303,7 @@ def _set_aside(
 
 
 def _stopped_for(state: SweepState) -> tuple[int, ...]:
-    """Trials that were stopped because they were slower than one since disqualified."""
+    """Return trials that were stopped because they were slower than one since disqualified."""
     return tuple(
         trial.number
         for trial in state.searched()
@@ -321,7 +321,7 @@ def _goes_on(state: SweepState, proof: ProofState) -> bool:
 
 
 def _disqualified(state: SweepState, proof: ProofState) -> tuple[Disqualified, ...]:
-    """The finalists of the proof that cannot win whatever their speed, each with the reason."""
+    """Return the proof's finalists that cannot win at any speed, with reasons."""
     found = confirmation(state)
     failed = found.failed if found is not None else {}
     lost = {one.check.of for one in checks(state, proof) if one.check and isinstance(one.outcome, GangLost)}
@@ -346,14 +346,14 @@ def _disqualified(state: SweepState, proof: ProofState) -> tuple[Disqualified, .
 
 
 def _undecided(reports: Sequence[GateReport], settings: GateSettings | None) -> set[int]:
-    """Finalists that the gate could not judge, and no evaluation of the user's will."""
+    """Return finalists that the gate could not judge, and no user's evaluation will."""
     if settings is not None and settings.command:
         return set()
     return {report.trial for report in reports if report.answer == "inconclusive"}
 
 
 def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
-    """Whether a finalist is out because its gang was lost again and again, which says nothing about it."""
+    """Whether a finalist is out because its gang was lost repeatedly, which is no evidence against it."""
     lost = (trial.check for trial in checks(state, proof) if isinstance(trial.outcome, GangLost))
     return any(
         isinstance(check, ConfirmationRun) or (isinstance(check, GateRun) and check.role == "finalist")
@@ -362,14 +362,14 @@ def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
 
 
 def _gate_reason(report: GateReport) -> str:
-    """Sentence for a report that did not pass: a run that failed shows nothing about what the model learns."""
+    """Return a sentence for a report that did not pass; a failed run is no evidence about the trained model."""
     if report.answer == "inconclusive":
         return "is faster, but whether it trains the same model is unknown"
     return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
 def shown_faster(state: SweepState, found: Confirmation) -> tuple[int, ...]:
-    """Finalists shown faster than the baseline: those equal to the leader first, the smaller change before; then the
+    """Return finalists shown faster than the baseline: first those equal to the leader, smaller changes first; then the
     others by their ratios."""
     compared, equal = found.judgement.against_baseline, _equal(found)
 
@@ -382,20 +382,20 @@ def shown_faster(state: SweepState, found: Confirmation) -> tuple[int, ...]:
 
 
 def _equal(found: Confirmation) -> tuple[int, ...]:
-    """The leader and the finalists whose speeds are equal to its as far as the rounds show; empty without a leader."""
+    """Return the leader and the finalists with equal speeds by the rounds; empty without a leader."""
     judgement = found.judgement
     return () if judgement.leader is None else (judgement.leader, *judgement.tied_with_leader)
 
 
 def _size_of_change(state: SweepState, number: int) -> tuple[bool, int]:
-    """Whether the number format is another than the baseline's, and how many knobs are."""
+    """Return whether the number format differs from the baseline's, and the number of differing knobs."""
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[number].candidate
     formats = {(one.precision.level, one.precision.dtype) for one in (baseline, candidate)}
     return len(formats) > 1, len(change(candidate, baseline))
 
 
 def evaluation_of(proof: ProofState, finalist: int) -> Evaluation | None:
-    """How the user's evaluation of ``finalist`` ended; None while it has not."""
+    """Return the result of the user's evaluation of ``finalist``; None while it runs."""
     return next((one for one in proof.evaluations if one.trial == finalist), None)
 
 
@@ -418,13 +418,13 @@ def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
 
 
 def _is_exact(state: SweepState, check: GateRun) -> bool:
-    """Whether the run is in fp32 whatever it checks: the references, and the twin of one."""
+    """Whether the run is always in fp32: the references, and the twin of one."""
     is_twin = check.role == "reference_twin" and state.trials[BASELINE].candidate.precision.level != "O0"
     return is_twin or check.role.endswith("reference")
 
 
 def _to_be_profiled(state: SweepState) -> Iterator[int]:
-    """Trials to profile: those asked for by people, then those of the sweep's file; measured ones only."""
+    """Yield trials to profile: requested ones, then those in the sweep's file; measured ones only."""
     yield from state.to_profile
     if not state.sweep.profiled or (state.sweep.is_profile_auto and not _is_worth_profiling(state)):
         return
@@ -436,7 +436,7 @@ def _to_be_profiled(state: SweepState) -> Iterator[int]:
 
 
 def _is_worth_profiling(state: SweepState) -> bool:
-    """Whether automatic profiles are cheap compared with the sweep, and every budget has room for them."""
+    """Whether automatic profiles are cheap compared with the sweep, and within every budget."""
     runs = [state.trials[BASELINE].device_seconds / max(1, len(state.trials[BASELINE].attempts))]
     if (winner := state.winner) is not None:
         runs.append(winner.device_seconds / max(1, len(winner.attempts)))
@@ -448,7 +448,7 @@ def _is_worth_profiling(state: SweepState) -> bool:
 
 
 def named(state: SweepState, name: str) -> Trial | None:
-    """The trial called ``winner``, ``baseline`` or by its number; None where there is none."""
+    """Return the trial named ``winner``, ``baseline`` or by its number; None if there is none."""
     if name == "winner":
         return state.winner
     number = BASELINE if name == "baseline" else int(name)
@@ -467,7 +467,7 @@ def _conclude(
     *,
     is_stage: bool = False,
 ) -> Conclude:
-    """The verdict; with what earlier proofs of this sweep showed, unless it is that of a proof to be set aside."""
+    """Conclude with the results of this sweep's earlier proofs, unless this proof is to be set aside."""
     proof, equal = state.proof, _equal(found)
     assert proof is not None, "a verdict requires a proof"
     shown = winner if winner is not None else fastest_finalist(found)
@@ -491,7 +491,7 @@ def _conclude(
 
 
 def _with_set_aside(state: SweepState, verdict: Verdict) -> Verdict:
-    """The verdict with the reports of the proofs that were set aside before it, and what all disqualified share."""
+    """Add the reports of proofs set aside earlier, and the values shared by all disqualified trials."""
     verdict = _with_left_out(state, verdict)
     earlier = [proof.verdict for proof in state.set_aside if proof.verdict is not None]
     if not (earlier or verdict.disqualified) or (state.proof is not None and state.proof.is_requested):
@@ -518,13 +518,13 @@ _OfTrial = TypeVar("_OfTrial", GateReport, Evaluation, SoakReport)
 
 
 def _last_of_each(reports: Iterable[_OfTrial]) -> tuple[_OfTrial, ...]:
-    """The last report on each trial: a finalist of two proofs is judged in both."""
+    """Return the last report on each trial: a finalist of two proofs is judged in both."""
     return tuple({one.trial: one for one in reports}.values())
 
 
 def _winner_reason(verdict: Verdict, winner: int) -> str:
-    """``t004 is 1.52x as fast as the baseline (95%: 1.40x - 1.66x) over 6 rounds and a longer run of 310 steps (41 s);
-    equal: t007``."""
+    """Write ``t004 is 1.52x as fast as the baseline (95%: 1.40x - 1.66x) over 6 rounds and a longer run of 310 steps
+    (41 s); equal: t007``."""
     speedup, soak = verdict.speedup, verdict.soak(winner)
     speed_text = f"{trial_id(winner)} is faster than the baseline"
     if speedup is not None:
@@ -547,7 +547,7 @@ def _rehearsed_reason(found: Confirmation, winner: int) -> str:
 
 
 def _refusals(state: SweepState, proof: ProofState) -> list[str]:
-    """Why finalists are out, each a clause; those of proofs that were set aside first."""
+    """Return reasons why finalists are out, each a clause; those of proofs set aside first."""
     earlier = [one.reason for before in state.set_aside if before.verdict for one in before.verdict.disqualified]
     out = [one.reason for one in _disqualified(state, proof)]
     evaluated = {one.trial for one in proof.evaluations}

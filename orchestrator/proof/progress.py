@@ -55,10 +55,9 @@ from trials.outcome import Failure, GangLost, TimedOut
 from trials.spec import ScriptModel
 
 BASELINE = 0
-"""Number of the trial everything is compared with."""
+"""Number of the baseline's trial."""
 MAX_VOID_ROUNDS = 4
-"""Rounds, or pairs of longer runs, that do not count because their runs were on different nodes, before the proof gives
-up."""
+"""Most rounds, or pairs of longer runs, on different nodes, which do not count, before the proof gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +69,22 @@ class Round:
     """Measured runs, by the finalist or baseline they measured again."""
 
     def scores(self, objective: Objective) -> dict[int, float]:
-        """How good each was."""
+        """Return each run's score."""
         return {of: objective.score(run.measurement) for of, run in self.runs.items() if run.measurement}
 
     def rounded_away(self) -> dict[int, float]:
-        """How far the logarithm of each speed may be off because step times were reported with few digits."""
+        """Return the largest error of each log speed by step times reported with few digits."""
         found = {of: run.measurement for of, run in self.runs.items() if run.measurement}
         return {of: one.step_time_resolution_s / 2 / one.step_time_s for of, one in found.items()}
 
     @property
     def has_baseline(self) -> bool:
-        """Whether the baseline was measured in it."""
+        """Whether it includes a measurement of the baseline."""
         return BASELINE in self.runs and self.runs[BASELINE].measurement is not None
 
     @property
     def is_comparable(self) -> bool:
-        """Whether all ran on nodes of the run that used the most."""
+        """Whether all ran on nodes of the run with the most nodes."""
         nodes = [{device.node for device in run.attempts[-1].ranks} for run in self.runs.values()]
         widest: set[str] = max(nodes, key=len, default=set())
         return all(names <= widest for names in nodes)
@@ -93,42 +92,42 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """How far the confirmation of a proof has come, and what it shows."""
+    """Progress and result of a proof's confirmation."""
 
     finalists: tuple[int, ...]
-    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate, soak or evaluation.
-    Those that the gate could not judge are still in."""
+    """Remaining finalists, the fastest of the search first: neither failed, nor refused by gate, soak or evaluation.
+    Includes those that the gate could not judge."""
     failed: dict[int, str]
-    """Why a run was not measured, by its finalist or baseline."""
+    """Reasons why runs were not measured, by finalist or baseline."""
     complete: tuple[Round, ...]
     """Complete rounds that count."""
     current: Round | None
-    """The last round, where it is not complete yet."""
+    """The last round, if incomplete."""
     num_begun: int
-    """Rounds begun, those that do not count included."""
+    """Rounds begun, including those that do not count."""
     missing: tuple[int, ...]
-    """Trials still to be measured in the current or the next round, in order; empty when it is decided."""
+    """Trials still to be measured in the current or the next round, in order; empty once decided."""
     judgement: Judgement
 
 
 def checks(state: SweepState, proof: ProofState) -> Iterator[Trial]:
-    """The checks of this proof, in order, profiles among them."""
+    """Yield the checks of this proof, in order, including profiles."""
     return (trial for trial in state.trials[proof.first_check :] if trial.check is not None)
 
 
 def _checks_of(state: SweepState, proof: ProofState) -> Iterator[Trial]:
-    """The checks of a proof that may have been set aside."""
+    """Yield the checks of a proof, possibly set aside."""
     end = len(state.trials) if proof.end_check is None else proof.end_check
     return (trial for trial in checks(state, proof) if trial.number < end)
 
 
 def confirm_settings(state: SweepState) -> ConfirmSettings:
-    """The sweep's settings; the defaults where a person asks for a confirmation that its file turned off."""
+    """Return the sweep's settings; the defaults for a requested confirmation that its file turned off."""
     return state.sweep.proof.confirm or ConfirmSettings()
 
 
 def confirmation(state: SweepState, proof: ProofState | None = None) -> Confirmation | None:
-    """The confirmation of the last proof, or of ``proof``; None without one, or without anything to confirm."""
+    """Return the confirmation of ``proof``, by default the last one; None without a proof or anything to confirm."""
     proof = proof or state.proof
     if proof is None or not proof.finalists:
         return None
@@ -187,7 +186,7 @@ def confirmation(state: SweepState, proof: ProofState | None = None) -> Confirma
 def verification_rounds(
     state: SweepState, rounds: Sequence[Round], finalist: int, *, quiet: bool = True
 ) -> list[Round]:
-    """The rounds that a verification compares: those with the finalist, by default only those on a quiet machine."""
+    """Return a verification's rounds: those with the finalist, by default only those on a quiet machine."""
     busy = set(state.disturbed) if quiet else set()
     return [
         one
@@ -197,10 +196,10 @@ def verification_rounds(
 
 
 def verified_change(state: SweepState, rounds: Sequence[Round], finalist: int) -> tuple[drift.SpeedChange | None, bool]:
-    """What the rounds of a verification show, and whether those on a busy machine count in it.
+    """Return the result of a verification's rounds, and whether it includes those on a busy machine.
 
-    Quiet rounds decide. All rounds together can rule a loss out as well, since a busy machine makes nothing faster and
-    slows both trials of a round alike; they never show one.
+    Quiet rounds decide. All rounds together can also rule out a loss, because a busy machine makes nothing faster and
+    slows both trials of a round equally. They never show a loss.
     """
     found = change_since_promotion(state, verification_rounds(state, rounds, finalist), finalist)
     if found is not None and found.loss != "open":
@@ -210,8 +209,7 @@ def verified_change(state: SweepState, rounds: Sequence[Round], finalist: int) -
 
 
 def change_since_promotion(state: SweepState, rounds: Sequence[Round], finalist: int) -> drift.SpeedChange | None:
-    """What these rounds of a verification show beside those of the promotion; None where there is nothing to compare:
-    no rounds, or other hardware."""
+    """Compare these rounds of a verification with those of the promotion; None without rounds, or on other hardware."""
     settings = confirm_settings(state)
     promoted = settings.promoted
     if promoted is None or not rounds or not is_same_hardware(state, promoted):
@@ -240,19 +238,19 @@ def _is_verified(state: SweepState, rounds: Sequence[Round], finalist: int) -> b
 
 
 def is_same_hardware(state: SweepState, promoted: PromotedRounds) -> bool:
-    """Whether this cluster is such that speeds can be compared with those of the promotion."""
+    """Whether speeds on this cluster are comparable with those of the promotion."""
     fingerprint = state.sweep.fingerprint
     return all(fingerprint.get(name, "") == value for name, value in promoted.hardware.items())
 
 
 def _is_gate_begun(state: SweepState, proof: ProofState) -> bool:
-    """Whether something ran for gate or soak since the last round: whoever is measured now was not beside it."""
+    """Whether anything ran for gate or soak since the last round, so that a run now would not belong to it."""
     proving = [trial.check for trial in checks(state, proof) if not isinstance(trial.check, ProfileRun)]
     return bool(proving) and isinstance(proving[-1], GateRun | SoakRun)
 
 
 def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int, str]]:
-    """All rounds with their measured runs, also those begun without any, and why other runs were not measured."""
+    """Return all rounds with their measured runs, even without any, and the reasons for unmeasured runs."""
     rounds: dict[int, Round] = {}
     failed: dict[int, str] = {}
     for trial in _checks_of(state, proof):
@@ -267,14 +265,14 @@ def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int
 
 
 def fastest_finalist(found: Confirmation) -> int | None:
-    """The finalist with the highest ratio, of those still in; None where none was measured beside the baseline."""
+    """Return the remaining finalist with the highest ratio; None if none was measured with the baseline."""
     compared = found.judgement.against_baseline
     return max(compared, key=lambda n: compared[n].ratio.value, default=None)
 
 
 def confirmed_step_times(found: Confirmation, number: int) -> tuple[float, float] | None:
-    """Step times in seconds of trial ``number`` and of the baseline, as the rounds that both were measured in have
-    them: geometric means of runs, so that they are in the ratio that the verdict tells. None without such a round."""
+    """Return the step times of trial ``number`` and of the baseline, in seconds, from the rounds with both: geometric
+    means of runs, so that their ratio is that of the verdict. None without such a round."""
     rounds = [one.runs for one in found.complete if number in one.runs]
     pairs = [(runs[number].measurement, runs[BASELINE].measurement) for runs in rounds]
     times = [(own.step_time_s, base.step_time_s) for own, base in pairs if own is not None and base is not None]
@@ -285,13 +283,13 @@ def confirmed_step_times(found: Confirmation, number: int) -> tuple[float, float
 
 
 def ratio_interval(ratio: Estimate) -> RatioInterval:
-    """The ratio in the form that the verdict keeps."""
+    """Convert the ratio to the verdict's form."""
     ci95 = ratio.ci95
     return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
 
 
 def soak_pairs(state: SweepState, finalist: int) -> list[Round]:
-    """The pairs of longer runs begun for ``finalist`` in the last proof, each like a round of two."""
+    """Return the pairs of longer runs begun for ``finalist`` in the last proof, each like a round of two."""
     pairs: dict[int, Round] = {}
     for trial in checks(state, state.proof) if state.proof else ():
         check = trial.check
@@ -301,9 +299,9 @@ def soak_pairs(state: SweepState, finalist: int) -> list[Round]:
 
 
 def next_soak_run(state: SweepState, found: Confirmation, finalist: int) -> SoakRun | None:
-    """The longer run of the finalist, or of the baseline beside it, that is due; None where none is left.
+    """Return the next longer run of the finalist, or of the baseline paired with it; None if none is left.
 
-    The second pair runs in the order opposite to the first.
+    The second pair runs in the opposite order.
     """
     settings, times = confirm_settings(state), confirmed_step_times(found, finalist)
     if settings.soak_s == 0.0 or state.virtual is not None or times is None or soak_report(state, finalist) is not None:
@@ -319,21 +317,21 @@ def next_soak_run(state: SweepState, found: Confirmation, finalist: int) -> Soak
 
 
 def _seconds_of(found: Confirmation, number: int) -> float:
-    """Seconds of all steps measured of the trial in complete rounds."""
+    """Return the seconds of all measured steps of the trial in complete rounds."""
     runs = (one.runs[number].measurement for one in found.complete if number in one.runs)
     return sum(sum(run.step_times_s) for run in runs if run is not None)
 
 
 def soak_reports(state: SweepState) -> tuple[SoakReport, ...]:
-    """Reports on the finalists of the last proof whose longer runs are there, in their order."""
+    """Return the reports on the last proof's finalists with completed longer runs, in order."""
     numbers = state.proof.finalists if state.proof else ()
     return tuple(report for number in numbers if (report := soak_report(state, number)) is not None)
 
 
 def soak_report(state: SweepState, finalist: int) -> SoakReport | None:
-    """What the longer runs of ``finalist`` show; None while more of them are due.
+    """Return the result of the longer runs of ``finalist``; None while more of them are due.
 
-    Pairs whose runs were on different nodes do not count.
+    Pairs with runs on different nodes do not count.
     """
     pairs = soak_pairs(state, finalist)
     complete: list[Pair] = []
@@ -360,12 +358,12 @@ def soak_report(state: SweepState, finalist: int) -> SoakReport | None:
 
 
 def gate_settings(state: SweepState) -> GateSettings | None:
-    """How the gate of this sweep judges; None where it is off, and where the cluster does not exist: nothing trains."""
+    """Return this sweep's gate settings; None if it is off, or on a simulated cluster, where nothing trains."""
     return None if state.virtual is not None else state.sweep.proof.gate
 
 
 def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
-    """The last proof's gate runs that judge ``finalist``; the baseline's runs serve all finalists that they fit."""
+    """Return the last proof's gate runs for ``finalist``. The baseline's runs serve all finalists that they fit."""
     found: dict[GateRole, Trial] = {}
     if state.proof is None:
         return found
@@ -377,7 +375,7 @@ def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
 
 
 def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
-    """The run in which ``role`` trains to judge ``finalist``."""
+    """Return the run of ``role`` for judging ``finalist``."""
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     match role:
         case "finalist" | "finalist_reference":
@@ -385,7 +383,7 @@ def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
         case "baseline" | "reference":
             return GateRun(of=BASELINE, role=role)
         case "twin" if is_script(state):
-            return GateRun(of=BASELINE, role=role)  # nothing can be perturbed there: it trains again as it is
+            return GateRun(of=BASELINE, role=role)  # nothing can be perturbed there, so it trains again unchanged
         case "twin":
             return GateRun(of=BASELINE, role=role, perturbation=rounding(baseline, candidate))
         case "reference_twin":
@@ -395,10 +393,10 @@ def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
 
 
 def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
-    """Roles that have to train for the gate to judge ``finalist``, in order, as far as they are known so far.
+    """Return the roles that must train for the gate to judge ``finalist``, in order, as far as known.
 
-    Where the reference trains, the baseline is its twin. The twin of what is judged in fp32 trains only where something
-    is beyond the limits of fp32: otherwise there is nothing that rounding could explain.
+    If the reference trains, the baseline is its twin. The twin of an fp32 run trains only if something exceeds the
+    limits of fp32: otherwise rounding has nothing to explain.
     """
     roles = _certain_roles(state, finalist)
     if is_script(state):
@@ -414,7 +412,7 @@ def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
 
 
 def _certain_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
-    """Roles that train whatever comes of it, but for the twin, which takes the place of a reference that failed."""
+    """Return the roles that always train, and the twin that replaces a failed reference."""
     if is_script(state):
         return "baseline", "twin", "finalist"
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
@@ -436,7 +434,7 @@ def _has_failed(state: SweepState, run: Trial | None) -> bool:
 
 
 def gate_trajectories(state: SweepState, finalist: int) -> GateTrajectories | None:
-    """What has been trained to judge ``finalist``; None before the baseline and itself have."""
+    """Return the trajectories for judging ``finalist``; None before it and the baseline have trained."""
     runs, roles = gate_runs(state, finalist), (*_certain_roles(state, finalist), "reference_twin")
     of = {
         role: trajectory(run.measurement, run.candidate)
@@ -449,7 +447,7 @@ def gate_trajectories(state: SweepState, finalist: int) -> GateTrajectories | No
 
 
 def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
-    """Reports on the finalists of the last proof whose gate runs are there, in their order."""
+    """Return the reports on the last proof's finalists with completed gate runs, in order."""
     settings = gate_settings(state)
     if state.proof is None or settings is None:
         return ()
@@ -458,14 +456,14 @@ def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
 
 
 def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> GateReport | None:
-    """What the gate says about ``finalist``; None while its runs are not there."""
+    """Return the gate's report on ``finalist``; None while its runs are incomplete."""
     roles, runs = gate_roles(state, finalist), gate_runs(state, finalist)
     if any(role not in runs or runs[role].outcome is None or is_open(state, runs[role]) for role in roles):
         return None
     for role in ("baseline", "finalist"):
         if runs[role].measurement is None:
             return _unmeasured_report(finalist, role, runs[role], settings)
-    for role in roles:  # the others may not fit, and the gate does without; one that was stopped may have fitted
+    for role in roles:  # the others may not fit, and the gate works without them; a stopped one may have fit
         if isinstance(runs[role].outcome, TimedOut | GangLost):
             return _unmeasured_report(finalist, role, runs[role], settings)
     found = gate_trajectories(state, finalist)
@@ -477,17 +475,17 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
 
 
 def script_runs(state: SweepState, finalist: int, found: GateTrajectories) -> ScriptRuns:
-    """What was trained, where a user's program is."""
+    """Return the gate runs of a user's program."""
     one, other = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     if (one.layout.dp, one.micro_batch_size) != (other.layout.dp, other.micro_batch_size):
         differs = OTHER_SPLIT
     else:
-        differs = OTHER_DRAWS if _draws_otherwise(gate_runs(state, finalist)) else ""
+        differs = OTHER_DRAWS if _draws_differently(gate_runs(state, finalist)) else ""
     return ScriptRuns(baseline=found.baseline, again=found.twin, finalist=found.finalist, differs=differs)
 
 
-def _draws_otherwise(runs: Mapping[GateRole, Trial]) -> bool:
-    """Whether samples draw random numbers as they are loaded, and the finalist has another number of loader workers."""
+def _draws_differently(runs: Mapping[GateRole, Trial]) -> bool:
+    """Whether loading samples uses random numbers, and the finalist has a different number of loader workers."""
     measured = [runs["baseline"].measurement, runs["finalist"].measurement]
     facts = [one.findings.script.facts for one in measured if one is not None and one.findings.script is not None]
     return any(one.items_draw for one in facts) and len({one.num_workers for one in facts}) > 1
@@ -509,7 +507,7 @@ _WHOSE: Mapping[GateRole, str] = {
 
 
 def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:
-    """A run that was stopped from outside is no evidence on what it trains; one that failed by itself is a failure."""
+    """Report an unmeasured run: one stopped from outside is no evidence, one that failed by itself is a failure."""
     why = describe_failure(run.outcome) or run.status
     if isinstance(run.outcome, TimedOut | GangLost):
         how = "exceeded its deadline" if isinstance(run.outcome, TimedOut) else "was lost"
@@ -535,5 +533,5 @@ def _role_notes(runs: Mapping[GateRole, Trial], roles: Collection[GateRole]) -> 
 
 
 def is_open(state: SweepState, run: Trial) -> bool:
-    """Whether ``run`` is running, or is to be launched, maybe again."""
+    """Whether ``run`` is running or is to be launched (again)."""
     return run.number in state.waiting or run.number in state.running

@@ -1,14 +1,15 @@
-"""The loss gate of a user's training program: does a finalist train as the command that stands today does?
+"""The loss gate of a user's training program: whether a finalist trains like the present command.
 
-Nothing can be perturbed in a program that we did not write, and its losses are whatever it calls a loss. So the
-baseline trains the same steps twice, and what it does to itself is the measure:
+A user's program cannot be perturbed, and defines its losses itself. So the baseline trains the same steps twice, and
+the difference is the measure:
 
-- Where the baseline repeats itself, losses that agree step by step within the errors of the number format pass. That is
+- If the baseline repeats itself, losses that agree step by step within the errors of the number format pass. This is
   the strict way, for programs whose data order does not depend on the layout.
-- Where the baseline does not repeat itself, or the finalist splits the batch otherwise, or loads samples that draw
-  random numbers with another number of workers, single steps cannot be compared: then the mean loss over all steps has
-  to lie in the baseline's *own band*, which its fluctuation from step to step makes, and the report says how wide that
-  is.
+- Single steps are not comparable if the baseline does not repeat itself, or if the finalist splits the batch
+  differently. The same holds if samples use random numbers and the number of loader workers differs. Then the mean loss
+  over all steps must be in the baseline's *own band*, given by its fluctuation from step to step. The report includes
+  its width.
+
 
 See docs/loss-gate.md. Standard library only.
 """
@@ -33,12 +34,12 @@ from orchestrator.proof.loss_gate import (
 from orchestrator.sweep.events import GateReport, GateSettings, StepsJudged
 
 BAND_SIGMAS = 3.0
-"""Half the width of the own band, in standard errors of the difference of two means: chance alone goes beyond it in 0.3
-of 100 cases."""
+"""Half the width of the own band, in standard errors of the difference of two means. Chance alone exceeds it in 0.3% of
+cases."""
 MAX_BAND = 0.05
-"""Widest own band that is meaningful, relative to the loss."""
+"""Widest meaningful own band, relative to the loss."""
 EXCUSED_NORMS = 0.5
-"""Share of the steps whose gradient norms may be beyond their limits."""
+"""Share of steps whose gradient norms may exceed their limits."""
 NO_LOSSES = "the program reports no losses"
 REPORT_LOSSES = (
     "Report them (docs/report-api.md), or use a custom evaluation (gate.command); `promote --force` requires neither"
@@ -51,17 +52,17 @@ _TINY = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRuns:
-    """What was trained to judge a finalist."""
+    """Gate runs for a finalist."""
 
     baseline: Trajectory
     again: Trajectory | None
-    """The baseline again; None where that run failed."""
+    """The repeated baseline; None if that run failed."""
     finalist: Trajectory
     differs: str = ""
-    """Why the finalist's passes have other samples than the baseline's; empty: they have the same."""
+    """Reason why the finalist's passes have different samples than the baseline's; empty if they do not."""
 
     def first(self, num_steps: int) -> ScriptRuns:
-        """The first ``num_steps`` steps of all."""
+        """Return the first ``num_steps`` steps of all."""
         again = self.again and self.again.first(num_steps)
         return replace(
             self, baseline=self.baseline.first(num_steps), again=again, finalist=self.finalist.first(num_steps)
@@ -69,12 +70,12 @@ class ScriptRuns:
 
     @property
     def limits(self) -> Limits:
-        """How far equal training may lie apart by rounding alone."""
+        """Tolerated difference of equal training by rounding alone."""
         return ERRORS[self.baseline.class_name] + ERRORS[self.finalist.class_name]
 
 
 def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateReport:
-    """Whether the finalist trained as the baseline did."""
+    """Judge whether the finalist trained like the baseline."""
     for who, run in (("baseline", runs.baseline), ("finalist", runs.finalist)):
         if not run.losses:
             return undecided_gate(trial, settings, f"{NO_LOSSES} of the {who}", REPORT_LOSSES)
@@ -92,8 +93,8 @@ def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateRe
 
 
 def _is_final(runs: ScriptRuns, settings: GateSettings) -> bool:
-    """Whether single steps are evidence against the finalist: the baseline repeats itself, and both have the
-    same samples, or the user set the limit."""
+    """Whether single steps are evidence against the finalist: the baseline repeats itself and both have the same
+    samples, or the user set the limit."""
     return settings.loss_tolerance is not None or (not runs.differs and _repeats_itself(runs))
 
 
@@ -108,7 +109,7 @@ def _repeats_itself(runs: ScriptRuns) -> bool:
 
 
 def _resolution(runs: ScriptRuns, value: float) -> float:
-    """What printed digits alone may make of a value, relative."""
+    """Return the relative error of a value by its printed digits."""
     return (runs.baseline.loss_resolution + runs.finalist.loss_resolution) / max(abs(value), _TINY)
 
 
@@ -166,8 +167,8 @@ def _loss_limit(runs: ScriptRuns, settings: GateSettings, step: int, value: floa
 
 
 def _norms(runs: ScriptRuns, settings: GateSettings) -> tuple[float | None, float, StepsJudged | None]:
-    """The largest deviation of a gradient norm, its limit, and all steps in sum; None where the program reports no
-    norms."""
+    """Return the largest deviation of a gradient norm, its limit, and the summary of all steps; None if the program
+    reports no norms."""
     expected, own = runs.baseline.grad_norms, runs.finalist.grad_norms
     if len(expected) != len(own) or not expected:
         return None, 0.0, None
@@ -203,7 +204,7 @@ def _notes(runs: ScriptRuns) -> tuple[str, ...]:
 
 
 def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison | None:
-    """The runs step by step, as curves to look at; None where there are no losses of the same steps."""
+    """Return the runs step by step, as curves for display; None without losses of the same steps."""
     num_steps = min(len(runs.baseline.losses), len(runs.finalist.losses))
     if num_steps == 0:
         return None
@@ -231,7 +232,7 @@ def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison |
 
 
 def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
-    """The mean loss over all steps against the baseline's, where single steps cannot be compared."""
+    """Compare the mean loss over all steps with the baseline's, if single steps are not comparable."""
     means = [statistics.fmean(run.losses) for run in (runs.baseline, runs.again) if run is not None]
     expected, mean = statistics.fmean(means), statistics.fmean(runs.finalist.losses)
     num_steps = len(runs.finalist.losses)
@@ -279,8 +280,8 @@ def _reason_against_steps(runs: ScriptRuns) -> str:
 
 
 def _fluctuation(runs: ScriptRuns) -> float:
-    """Standard deviation of a step's loss around its trend: from the differences of the baseline's two runs where these
-    differ, and from second differences in time, which no linear trend changes."""
+    """Return the standard deviation of a step's loss around its trend: from differences of the baseline's two runs if
+    they differ, and from second differences in time, which are independent of linear trends."""
     found = [_around_trend(run.losses) for run in (runs.baseline, runs.finalist)]
     if runs.again is not None:
         apart = [b - a for a, b in zip(runs.baseline.losses, runs.again.losses, strict=True)]

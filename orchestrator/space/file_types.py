@@ -1,5 +1,5 @@
-"""Types of knob values in a sweep file: sections, errors and short forms, layers per stage, recompute, and the rest;
-and their short text form."""
+"""Types of knob values in a sweep file: sections, errors and short forms, layers per stage, recompute, and the rest.
+Also their short text form."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
 
     def to(self, cls: type[T], **others: Any) -> T:
-        """A dataclass of the fields that both have, and of ``others``."""
+        """Convert to the dataclass ``cls``: the fields that both have, and ``others``."""
         names = {field.name for field in dataclasses.fields(cls)} & type(self).model_fields.keys() - others.keys()  # type: ignore[arg-type]
         values = {name: getattr(self, name) for name in names}
         return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, **others)
 
 
 def fault(key: str | None, message: str, remedy: str) -> PydanticCustomError:
-    """An error about ``key`` of the section being validated (None: the section itself)."""
+    """Create an error about ``key`` of the section being validated (None: the section itself)."""
     context = {"text": message, "key": key or "", "remedy": remedy}
     return PydanticCustomError("sweep_fault", "{text}", context)
 
 
 def show(value: Any) -> str:
-    """A value of the file in an error message."""
+    """Format a value of the file for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ShortForms:
-    """Annotation: also accept a few plain words, which stand for the mappings in ``expand``.
+    """Annotation: also accept some plain words, short for the mappings in ``expand``.
 
     ``others``: words that an enclosing type accepts, for the message.
     """
@@ -98,9 +98,9 @@ class ShortForms:
 
 
 class Word:
-    """Annotation: also accept one word, which means ``value`` regardless of the rest of the type.
+    """Annotation: also accept one word for ``value``, in addition to the type's own values.
 
-    YAML 1.1 reads a bare ``off`` as false and ``on`` as true; if the word is one of these, they are unambiguous.
+    YAML 1.1 parses a bare ``off`` as false and ``on`` as true. If the word is one of these, they are accepted too.
     """
 
     def __init__(self, word: str, value: Any) -> None:
@@ -149,7 +149,7 @@ class OneOrMany:
 # Knob values whose meaning depends on the layout: layers per stage, and how many of them recompute
 
 ALL_LAYERS = 2**31 - 1
-"""Number of layers that stands for ``all``; clipped to what a stage holds."""
+"""Number that represents ``all`` layers; clipped to the layers of a stage."""
 
 LayerCount = int | Counts
 """Layers as written: the first n of every chunk and stage, or numbers per chunk and stage; ``()`` and 0: none."""
@@ -157,7 +157,7 @@ LayerCount = int | Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSplit:
-    """How layers are spread over stages. ``rows`` holds one list per chunk: offsets to the whole share, or counts."""
+    """Split of layers over stages. ``rows``: one list per chunk, of offsets from the even share, or of counts."""
 
     kind: Literal["even", "offset", "counts"] = "even"
     rows: Counts = ()
@@ -175,7 +175,7 @@ class RecomputeChoice:
 
 @functools.lru_cache(maxsize=4096)
 def even_split(num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule) -> Counts:
-    """Layers of every chunk and stage, as equal as possible; the remainder goes to the first stages in model order."""
+    """Split layers over chunks and stages as evenly as possible. The first stages in model order get the remainder."""
     layout = Layout(pp=pp, num_virtual_stages=num_virtual_stages, schedule=schedule)
     size, left = divmod(num_layers, pp * num_virtual_stages)
     return tuple(
@@ -187,10 +187,10 @@ def even_split(num_layers: int, pp: int, num_virtual_stages: int, schedule: Sche
 def resolve_stage_layers(
     split: StageSplit | Counts, *, num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule
 ) -> Counts:
-    """Layers of every chunk and stage; ``()`` without a pipeline.
+    """Return the layers of every chunk and stage; ``()`` without a pipeline.
 
-    Rows of another shape than the layout's are left as they are, and far more stages than layers get none: the legality
-    rules reject such layouts.
+    Rows of a different shape than the layout's are returned unchanged, and far more stages than layers give none. The
+    legality rules reject such layouts.
     """
     if pp == 1:
         return ()
@@ -208,16 +208,16 @@ def resolve_stage_layers(
 
 
 def layers_of(layout: Layout, num_layers: int) -> Counts:
-    """Layers of every chunk and stage; without a pipeline all in one."""
+    """Return the layers of every chunk and stage; without a pipeline, all in one."""
     return layout.stage_layers if layout.pp > 1 else ((num_layers,),)
 
 
 @functools.lru_cache(maxsize=2**14)
 def resolve_recompute(choice: RecomputeChoice | Recompute, present: Counts) -> Recompute:
-    """The canonical policy for a model whose chunks and stages hold ``present`` layers.
+    """Return the canonical policy for a model with ``present`` layers per chunk and stage.
 
-    Numbers are clipped to the layers there are, and layers recomputed in full have nothing left for the other parts.
-    Rows of another shape are left as they are: a legality rule rejects them.
+    Numbers are clipped to the existing layers. Fully recomputed layers are excluded from the other parts. Rows of a
+    different shape are returned unchanged: a legality rule rejects them.
     """
     if isinstance(choice, Recompute):
         select = tuple((part.pattern, part.num_layers) for part in choice.selective)
@@ -232,7 +232,7 @@ def resolve_recompute(choice: RecomputeChoice | Recompute, present: Counts) -> R
 
 
 def _resolve(count: LayerCount, present: Counts) -> Counts:
-    """``count`` per chunk and stage, clipped to the layers present; ``()`` where no layer is left."""
+    """Return ``count`` per chunk and stage, clipped to the existing layers; ``()`` if no layer is left."""
     if isinstance(count, int):
         count = tuple(tuple(count for _ in row) for row in present)
     if _same_shape(count, present):
@@ -244,7 +244,7 @@ def _resolve(count: LayerCount, present: Counts) -> Counts:
 
 
 def _left(counts: Counts, full: Counts) -> Counts:
-    """``counts`` without those that reach no further than the layers recomputed in full."""
+    """Return ``counts`` without those covered by the fully recomputed layers."""
     if not full or not _same_shape(counts, full):
         return counts
     left = tuple(
@@ -258,7 +258,7 @@ def _same_shape(one: Counts, other: Counts) -> bool:
     return [len(row) for row in one] == [len(row) for row in other]
 
 
-# Types of the knobs ``stage_layers`` and ``recompute`` as they stand in a sweep file
+# Types of the knobs ``stage_layers`` and ``recompute`` in a sweep file
 
 MAX_PATTERNS = 64
 _MAX_LAYERS = 10**6
@@ -266,7 +266,7 @@ _ROWS = "Give one number per stage, like [2, 1, 1, 0], or one such list per chun
 
 
 def _rows(value: Any, *, low: int, words: str) -> Counts:
-    """Numbers per stage, or a list of such lists, one per chunk."""
+    """Parse numbers per stage, or a list of such lists, one per chunk."""
     nested = any(isinstance(row, list | tuple) for row in value)
     for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list | tuple) or not row:
@@ -315,8 +315,8 @@ def _pattern(value: str) -> str:
 
 
 class RecomputeSection(Section):
-    """What to recompute instead of keeping it. Each number: `all`, n (the first n layers of every chunk and stage),
-    a list (one per stage) or a list of such lists (one per chunk)."""
+    """Layers to recompute instead of keeping their activations. Each count is `all`, n (the first n layers of every
+    chunk and stage), a list (one count per stage) or a list of such lists (one per chunk)."""
 
     full: CountValue = Field(default=0, description="Layers that keep only their input.")
     select: dict[Annotated[str, AfterValidator(_pattern)], CountValue] = Field(
@@ -394,7 +394,7 @@ def _stage_counts(value: Any) -> Counts:
 
 
 class StageLayersSection(Section):
-    """Uneven layers per stage, either way; a list has one number per stage, a list of lists one such list per chunk."""
+    """Uneven layers per stage, as `offset` or `counts`: a list with one number per stage, or such a list per chunk."""
 
     offset: Annotated[Any, BeforeValidator(_offsets), WithJsonSchema({"anyOf": _lists(-_MAX_LAYERS)})] = Field(
         default=None,
@@ -429,7 +429,7 @@ StageLayersValue = Annotated[
 ]
 
 
-# Types of the knobs on precision, data reading and kernels as they stand in a sweep file
+# Types of the knobs on precision, data reading and kernels in a sweep file
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -585,13 +585,13 @@ def _write_range(value: tuple[int, ...]) -> Any:
 
 
 def off_is_false(value: Any) -> Any:
-    """YAML 1.1 reads a bare ``off`` as false; here it is unambiguous."""
+    """Accept false for ``off``, because YAML 1.1 parses a bare ``off`` as false."""
     return "off" if value is False else value
 
 
 LEVELS = ("O0", "O1", "O1-fp8", "O2")
 CUDNN_ON = (1, 10)
-"""Steps in which cuDNN measures for a plain ``on``."""
+"""Steps in which cuDNN measures with a plain ``on``."""
 PrecisionValue = Annotated[
     PrecisionSection,
     ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Use one of {', '.join(LEVELS)}."),
@@ -627,7 +627,7 @@ _MAX_LIST_CHARS = 40
 
 
 def plain(value: Any) -> str | int | float | bool:
-    """A knob value as a scalar, different for different values: ``full:4``, ``O1-bf16``."""
+    """Format a knob value as a scalar, unique per value: ``full:4``, ``O1-bf16``."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Precision):
@@ -646,15 +646,15 @@ def plain(value: Any) -> str | int | float | bool:
 
 
 def plain_knob(name: str, value: Any, candidate: Candidate) -> str | int | float | bool:
-    """The value as :func:`plain` writes it, shorter if the rest of the candidate explains it."""
+    """Format a value like :func:`plain`, but omit what the rest of the candidate implies."""
     if name == "stage_layers":
         return stage_layers_text(candidate.layout)
     return recompute_text(value, candidate.layout) if name == "recompute" else plain(value)
 
 
 def precision_text(precision: Precision) -> str:
-    """``O0``, ``O1-bf16``, ``O1-bf16+softmax-linear``: operators forced to 16 bits and to fp32; a loss scale other
-    than the default adds a tag derived from its numbers, and so do long lists."""
+    """Format a precision: ``O0``, ``O1-bf16``, ``O1-bf16+softmax-linear`` (operators forced to 16 bits and to fp32). A
+    loss scale other than the default adds a tag derived from its numbers; so do long lists."""
     if precision.level == "O0":
         return "O0"
     level = precision.level if precision.level == "O1-fp8" else f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
@@ -662,19 +662,20 @@ def precision_text(precision: Precision) -> str:
 
 
 def lists_text(precision: Precision) -> str:
-    """``+softmax-linear``: operators forced to 16 bits and to fp32; long lists as a tag."""
+    """Format operators forced to 16 bits and to fp32: ``+softmax-linear``; long lists as a tag."""
     lists = "".join(f"+{name}" for name in precision.white) + "".join(f"-{name}" for name in precision.black)
     return f"+lists~{digest([precision.white, precision.black])[:6]}" if len(lists) > _MAX_LIST_CHARS else lists
 
 
 def loss_scale_text(precision: Precision) -> str:
-    """A tag derived from the numbers of a loss scale other than the default; else empty."""
+    """Return a tag derived from the numbers of a loss scale; empty for the default."""
     custom = precision.loss_scale not in (None, LossScale())
     return f"~{digest(precision.loss_scale)[:6]}" if custom else ""
 
 
 def counts_text(counts: Counts) -> str:
-    """``20,8``; chunks are separated by a slash, and three or more of a kind are counted: ``11x3,8/10,11x3``."""
+    """Format counts: ``20,8``; a slash separates chunks, and three or more equal numbers are counted:
+    ``11x3,8/10,11x3``."""
     return "/".join(",".join(_runs(map(str, row))) for row in counts)
 
 
@@ -685,10 +686,10 @@ def _runs(words: Iterable[str]) -> Iterator[str]:
 
 
 def recompute_text(value: Recompute | RecomputeChoice, layout: Layout | None = None, separator: str = ":") -> str:
-    """``none``, ``full:4``, ``full:13,5 ~feed_forward\\.mul:40 comm:4,0``.
+    """Format recompute: ``none``, ``full:4``, ``full:13,5 ~feed_forward\\.mul:40 comm:4,0``.
 
-    A single number is that of all layers, where ``layout`` says how many there are. A question mark stands before
-    numbers that do not fit the layout.
+    A single number covers all layers, if ``layout`` gives their number. A question mark precedes numbers that do not
+    fit the layout.
     """
     if isinstance(value, Recompute):
         select = tuple((part.pattern, part.num_layers) for part in value.selective)
@@ -710,13 +711,13 @@ def count_text(count: LayerCount, layout: Layout | None) -> str:
 
 
 def pattern_text(pattern: str) -> str:
-    """Kept readable unless it could be confused with the surrounding text."""
+    """Format a pattern, readable unless it could be confused with the surrounding text."""
     is_simple = len(pattern) <= _MAX_LIST_CHARS and re.fullmatch(r"[^\s:#~][^\s:]*", pattern)
     return f"~{pattern}" if is_simple else f"~#{digest(pattern)[:8]}"
 
 
 def stage_layers_text(layout: Layout) -> str:
-    """``even``, or the layers of every stage."""
+    """Return ``even``, or the layers of every stage."""
     counts = layout.stage_layers
     if layout.pp == 1:
         return "even"
@@ -726,10 +727,10 @@ def stage_layers_text(layout: Layout) -> str:
 
 
 def steps_text(steps: tuple[int, ...]) -> str:
-    """``1-10``; ``off`` for none."""
+    """Format a range of steps: ``1-10``; ``off`` for none."""
     return "-".join(map(str, steps)) or "off"
 
 
 def show_pattern(pattern: Mapping[str, tuple[Any, ...]]) -> str:
-    """``tp 2, precision O1-bf16|O2-bf16``."""
+    """Format a pattern: ``tp 2, precision O1-bf16|O2-bf16``."""
     return ", ".join(f"{name} {'|'.join(str(plain(v)) for v in values)}" for name, values in pattern.items())

@@ -1,9 +1,9 @@
-"""Section ``space.inside``: knobs for which a custom program has no option. The hook sets them inside the program.
+"""Section ``space.inside``: knobs without an option in the user's program. The hook sets them inside the program.
 
 Built-in knobs are only set in a different way: names, cost model, dominance and the loss gate treat them as usual. The
-others are custom knobs, called ``inside:dotted.key`` after their key in the hook's file.
+others are custom knobs named ``inside:dotted.key`` after their key in the hook's file.
 
-Values that a program has refused are not tried again: :class:`Refusals`.
+Values that a program refused are not tried again: :class:`Refusals`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trials.spec import Candidate, LoaderTuning, Precision
 _ROWS = {knob.name: knob for knob in KNOBS}
 MICRO_BATCH = "micro_batch_size"
 BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Fields of ``TrainingArguments`` that set :data:`MICRO_BATCH` together."""
+"""Fields of ``TrainingArguments`` that together set :data:`MICRO_BATCH`."""
 
 
 def _values(value_type: Any) -> Any:
@@ -41,7 +41,7 @@ def _values(value_type: Any) -> Any:
 
 
 def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, remedy: str = "") -> Any:
-    """A built-in knob as a key of the section, limited to values that can be set inside a program."""
+    """Define a built-in knob as a key of the section, limited to values that can be set inside a program."""
 
     def check(value: Any) -> Any:
         if is_fit is not None and not is_fit(value):
@@ -125,12 +125,12 @@ class InsideSection(_Knobs):  # type: ignore[misc]
     ] = Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Values to try of the built-in knobs in the section."""
+        """Return the values to try of the section's built-in knobs."""
         given = {name: getattr(self, name) for name in BUILT_IN}
         return {name: values for name, values in given.items() if values is not None}
 
     def custom_knobs(self) -> tuple[CustomKnob, ...]:
-        """The others as custom knobs."""
+        """Return the section's other knobs as custom knobs."""
         given = {name: getattr(self, name) for name in OTHERS}
         given |= {f"{ARGUMENTS}.{name}": values for name, values in self.training_arguments.items()}
         return tuple(
@@ -146,7 +146,7 @@ OTHERS = tuple(name for name in InsideSection.model_fields if name not in (*BUIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideBaseline:
-    """The program unchanged, for the knobs that can be set inside it."""
+    """The unchanged program's values of knobs that can be set inside it."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """The baseline's value of each built-in knob that is set inside the program."""
@@ -156,11 +156,11 @@ class InsideBaseline:
 
 
 NOTHING_INSIDE = InsideBaseline()
-"""That of a sweep that sets nothing within a program."""
+"""Baseline of a sweep that sets nothing inside a program."""
 
 
 def knobs_set(candidate: Candidate, today: InsideBaseline) -> dict[str, Any]:
-    """The settings of the hook for a candidate, by the keys of its file; empty if the program is unchanged."""
+    """Return the hook's settings for a candidate, by the keys of its file; empty if the program is unchanged."""
     changed = {name: value for name, was in today.values.items() if (value := _ROWS[name].read(candidate)) != was}
     changed.pop(MICRO_BATCH, None)
     if not candidate.loader.num_workers:
@@ -181,7 +181,7 @@ def knobs_set(candidate: Candidate, today: InsideBaseline) -> dict[str, Any]:
 
 
 def _batch_set(candidate: Candidate, today: InsideBaseline) -> dict[str, int]:
-    """The fields that divide the global batch as the candidate does; empty where the program does so by itself."""
+    """Return the fields that divide the global batch like the candidate; empty if the program does so itself."""
     if MICRO_BATCH not in today.values:
         return {}
     sizes = (candidate.micro_batch_size, max(1, candidate.num_microbatches(today.global_batch_size)))
@@ -190,7 +190,7 @@ def _batch_set(candidate: Candidate, today: InsideBaseline) -> dict[str, int]:
 
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers")
-"""Knobs without effect unless there are loading processes."""
+"""Knobs that have an effect only with loading processes."""
 
 
 def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -211,7 +211,7 @@ def _written(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def section_of(candidate: Candidate, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The candidate as a section, limited to the knobs of the section ``named``."""
+    """Write the candidate as a section, limited to the knobs of the section ``named``."""
     own = {choice.name: choice.value for choice in candidate.own}
     found: dict[str, Any] = {}
     for name, given in named.items():
@@ -236,19 +236,18 @@ def _as_written(name: str, value: Any) -> Any:
     return value
 
 
-# What a refusal proves: a property of the program as its command starts it
+# Consequences of a refusal, which is a property of the program as its command starts it
 
 _SHAPE_THE_PROGRAM = ("compile", ARGUMENTS)
-"""Inside knobs that can cause the refusal of others: they change the behavior of the program."""
+"""Inside knobs that can cause the refusal of others: they change the program's behavior."""
 _DEPENDS_ON_BATCH = ("ddp_static_graph",)
-"""Knobs refused if the program accumulates, which depends on its micro-batch size."""
+"""Knobs refused by a program that accumulates gradients, which depends on its micro-batch size."""
 _WHATEVER_VALUE = ("prefetch_factor", "ddp_bucket_mb", "allocator")
-"""Knobs of many values that are refused because the program lacks something, not for a value."""
+"""Knobs with many values, refused because the program lacks something, not because of a value."""
 
 
 class Refusals:
-    """Rules out candidates with a knob that the program has refused: at the same value, in a program that is started
-    the same way."""
+    """Rules out candidates with a knob value that the program refused, if they start the program in the same way."""
 
     def __init__(self, candidates: Sequence[Candidate], today: InsideBaseline) -> None:
         self._table = CandidateTable.of(candidates)
@@ -256,17 +255,17 @@ class Refusals:
 
     @functools.cached_property
     def _set(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
-        """The distinct settings of the hook, and their index by row."""
+        """Return the distinct settings of the hook, and each row's index among them."""
         reads = {"loader", "own", *(_ROWS[name].part for name in self._today.values)}
         if MICRO_BATCH in self._today.values:
             reads.add("layout")
         return self._table.each(sorted(reads), lambda candidate: knobs_set(candidate, self._today))
 
     def add(self, witness: Candidate, refused: Sequence[str]) -> dict[int, str]:
-        """Row of each candidate that is ruled out, to its rule id: ``refused-<knob>``.
+        """Return the rule id, ``refused-<knob>``, of each candidate ruled out, by row.
 
         Args:
-            refused: knobs that the program refused of the witness, by their keys in the hook's file.
+            refused: the witness's refused knobs, by their keys in the hook's file.
         """
         wanted, found = knobs_set(witness, self._today), dict[int, str]()
         for name in refused:
@@ -279,7 +278,7 @@ class Refusals:
         return found
 
     def _starts_alike(self, witness: Candidate, name: str) -> NDArray[np.bool_]:
-        """By row, whether the candidate agrees with the witness in everything that may have caused the refusal of
+        """Return by row whether the candidate agrees with the witness in everything that may have caused the refusal of
         ``name``."""
         free = {*self._today.values, *_OF_WORKERS, MICRO_BATCH} - set(_SHAPE_THE_PROGRAM)
         if "precision" in self._today.values:
@@ -301,13 +300,13 @@ def _described(rows: Sequence[Knob]) -> Callable[[Candidate], tuple[Any, ...]]:
 
 
 def _custom_of_command(candidate: Candidate) -> tuple[Any, ...]:
-    """Custom knobs in the command, and inside knobs that change the behavior of the program."""
+    """Return custom knobs in the command, and inside knobs that change the program's behavior."""
     arguments = f"{INSIDE}:{ARGUMENTS}."
     return tuple(one for one in candidate.own if not is_inside(one.name) or one.name.startswith(arguments))
 
 
 def _is_alike(name: str, refused: Any, value: Any) -> bool:
-    """Whether a value of the knob is refused if another one was; None: the candidate does not set the knob."""
+    """Whether a value of the knob is refused if another one was. None: the candidate does not set the knob."""
     if value is None:
         return False
     if name == "num_workers" and refused != "auto":  # one worker may work if several do not

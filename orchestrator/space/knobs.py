@@ -55,7 +55,7 @@ from trials.spec import (
 
 # Custom knobs: definition, distinct combinations, and form in a sweep file. A custom knob is an argument (``--flag``),
 # a key of a configuration file (``file:dotted.key``), an environment variable (``$NAME``), a placeholder of the command
-# (``name``), or anything else that the recipe of the workload resolves by name.
+# (``name``), or anything else that the workload's recipe resolves by name.
 
 CustomScalar = str | int | float | bool
 Memory = Literal["rises", "falls", "none"]
@@ -77,7 +77,7 @@ Role = Literal[
     "offload_optimizer",
     "offload_activations",
 ]
-"""Built-in knobs that a custom one can stand for."""
+"""Built-in knobs that a custom knob can correspond to."""
 INHERITED = "inherited"
 """Shown value of a custom knob that a candidate does not set."""
 INSIDE = "inside"
@@ -95,13 +95,13 @@ class CustomKnob:
     """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder in the command."""
     values: tuple[CustomScalar, ...]
     flag: str | None = None
-    """The argument that a placeholder stands for, if the command does not contain the placeholder."""
+    """Argument for a placeholder's value, if the command does not contain the placeholder."""
     memory: Memory | None = None
-    """How the required memory changes along ``values``; None: unknown."""
+    """Direction of memory along ``values``; None: unknown."""
     role: str | None = None
-    """The built-in knob that it stands for; None: implied by its name, or none."""
+    """Corresponding built-in knob; None: implied by its name, or none."""
     when: tuple[tuple[str, tuple[CustomScalar, ...]], ...] = ()
-    """Pairs of another custom knob and its values with which this one applies; all must hold."""
+    """Conditions: pairs of another custom knob and its values; all must hold."""
 
     def applies(self, chosen: Mapping[str, CustomScalar]) -> bool:
         """Whether it has an effect with these choices; a knob that does not apply meets no condition."""
@@ -109,11 +109,11 @@ class CustomKnob:
 
 
 def chosen(knobs: Sequence[CustomKnob], values: Mapping[str, CustomScalar]) -> tuple[CustomChoice, ...]:
-    """The canonical choices, by name, without knobs whose conditions do not hold.
+    """Return the canonical choices, by name, without knobs whose conditions do not hold.
 
     Args:
-        knobs: every knob after those that its conditions name, see :func:`in_order`.
-        values: of some knobs; those without a value are inherited from the command.
+        knobs: each after the knobs in its conditions, see :func:`in_order`.
+        values: values of some knobs; knobs without one inherit it from the command.
     """
     kept: dict[str, CustomScalar] = {}
     for knob in knobs:
@@ -124,7 +124,7 @@ def chosen(knobs: Sequence[CustomKnob], values: Mapping[str, CustomScalar]) -> t
 
 
 def combinations(knobs: Sequence[CustomKnob]) -> Iterator[tuple[CustomChoice, ...]]:
-    """The canonical choices of every combination of values, with duplicates."""
+    """Yield the canonical choices of every combination of values, with duplicates."""
     names = [knob.name for knob in knobs]
     for values in product(*(knob.values for knob in knobs)):
         yield chosen(knobs, dict(zip(names, values, strict=True)))
@@ -136,10 +136,10 @@ def is_inside(name: str) -> bool:
 
 
 def in_order(knobs: Sequence[CustomKnob]) -> tuple[CustomKnob, ...]:
-    """The knobs by name, each after those that its conditions name.
+    """Sort the knobs by name, each after the knobs in its conditions.
 
     Raises:
-        ValueError: with the name of a knob whose conditions form a cycle.
+        ValueError: the conditions of a knob form a cycle; with its name.
     """
     by_name = {knob.name: knob for knob in sorted(knobs, key=lambda knob: knob.name)}
     done: dict[str, CustomKnob] = {}
@@ -158,7 +158,7 @@ def in_order(knobs: Sequence[CustomKnob]) -> tuple[CustomKnob, ...]:
 
 
 def memory_ranks(knobs: Sequence[CustomKnob]) -> dict[str, dict[CustomChoice, int]]:
-    """By knob with a known effect on memory: a number per choice that rises with memory."""
+    """Return, for each knob with a known effect on memory, a number per choice that grows with memory."""
     signs = {"rises": 1, "falls": -1, "none": 0}
     return {
         knob.name: {
@@ -171,7 +171,7 @@ def memory_ranks(knobs: Sequence[CustomKnob]) -> dict[str, dict[CustomChoice, in
 
 
 def roles_of(knobs: Sequence[CustomKnob]) -> dict[str, str]:
-    """The built-in knob that each one stands for, if the sweep file defines it."""
+    """Return the corresponding built-in knob of each, if the sweep file defines it."""
     return {knob.name: knob.role for knob in knobs if knob.role is not None}
 
 
@@ -180,18 +180,19 @@ def _is_among(value: CustomScalar, values: Sequence[CustomScalar]) -> bool:
 
 
 def custom_value_text(value: Any) -> str:
-    """A value in names and tables: ``on`` and ``off`` for truth values, whole numbers without a point, on one line."""
+    """Format a value for names and tables: ``on`` and ``off`` for truth values, whole numbers without a point, on one
+    line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return one_line(argument_text(value))
 
 
 def argument_text(value: Any) -> str:
-    """A value as a word of a command, an environment variable or in the place of a placeholder."""
+    """Format a value for a command, an environment variable or a placeholder."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return str(int(value))  # argument parsers read 5e7 as a whole number
+        return str(int(value))  # whole numbers without exponent, for argument parsers
     return str(value)
 
 
@@ -206,10 +207,10 @@ def _scalar(value: Any) -> Any:
 
 
 def custom_knob_name(name: str) -> str:
-    """The name of a custom knob in a sweep file.
+    """Validate the name of a custom knob in a sweep file.
 
     Raises:
-        PydanticCustomError: it is none.
+        PydanticCustomError: the name is invalid.
     """
     if _NAME.fullmatch(name) is None:
         remedy = "Use --flag, file:dotted.key, $NAME, or the name of a placeholder in the command."
@@ -248,7 +249,7 @@ class CustomKnobSection(Section):
 
 
 class _CustomKnobForm:
-    """Annotation of :class:`CustomKnobSection`: a value or a list of values stands for a knob with only values."""
+    """Annotation of :class:`CustomKnobSection`: a value or list of values is short for a knob with only values."""
 
     @staticmethod
     def widen(value: Any) -> Any:
@@ -260,10 +261,10 @@ CustomSpace = Annotated[dict[CustomKnobName, CustomKnobValue], Field(max_length=
 
 
 def custom_knobs(space: Mapping[str, CustomKnobSection]) -> tuple[CustomKnob, ...]:
-    """The knobs of ``space.own``, in an order in which conditions can be resolved.
+    """Return the knobs of ``space.own``, in an order in which conditions can be resolved.
 
     Raises:
-        PydanticCustomError: a condition that names no knob or value of these, or has a cycle in its conditions.
+        PydanticCustomError: a condition names an unknown knob or value, or the conditions form a cycle.
     """
     for name, section in space.items():
         for other, values in section.when.items():
@@ -302,25 +303,25 @@ def _listed(values: Sequence[CustomScalar]) -> str:
 # Signs: the elements of short names, see ``notation.py``
 
 PLACEHOLDER = r"\{([^}]+)\}"
-"""A value in the text of a sign."""
+"""Placeholder for a value in the text of a sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One element of the short notation; ``{N}`` and the like in its texts stand for values."""
+    """One element of the short notation; ``{N}`` and similar in its texts are placeholders for values."""
 
     text: str
-    """As it stands in names: ``pp{N}``."""
+    """Text in names: ``pp{N}``."""
     meaning: str
     shows: Callable[[Candidate], Any]
-    """What it shows of a candidate: the value of its placeholders, or a list with the values by placeholder for each
-    occurrence; True if it has none; None or False if the sign is not in the name."""
+    """Returns the sign's values for a candidate: the value of its placeholders, or a list of values by placeholder, one
+    per occurrence; True without placeholders; None or False if the sign is not in the name."""
     is_suffix: bool = False
-    """Whether it follows another sign without a blank."""
+    """Whether it follows another sign without a space."""
     after: str = ""
     """Knob whose signs it follows in names, if not its own."""
     knobs: tuple[str, ...] = ()
-    """Names of the knobs that it describes; in a row, those in addition to the row's own."""
+    """Names of the knobs that it describes; in a row, additional to the row's own."""
 
     @property
     def placeholders(self) -> list[str]:
@@ -328,13 +329,13 @@ class Sign:
 
     @property
     def general(self) -> str:
-        """The sign with letters for its values: ``ppN``; a suffix after three dots."""
+        """The sign with letters for its values: ``ppN``; a suffix follows three dots."""
         text = _with_letters(self.text)
         return f"…{text}" if self.is_suffix else text
 
     @property
     def general_meaning(self) -> str:
-        """The meaning with letters for its values; a value at its end, which says no more than the sign, left out."""
+        """The meaning with letters for its values, without a redundant value at its end."""
         return _with_letters(re.sub(rf": {PLACEHOLDER}$", "", self.meaning))
 
 
@@ -348,12 +349,12 @@ _suffix = functools.partial(Sign, is_suffix=True)
 # The table of knobs
 
 Fields = Mapping[str, Any]
-"""Fields of one part of a candidate; those of the rows above are already canonical."""
+"""Fields of one part of a candidate; fields of preceding rows are already canonical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One property of a candidate that can be set."""
+    """A settable property of a candidate."""
 
     name: str
     type: Any
@@ -361,17 +362,17 @@ class Knob:
     default: Any
     """Value, as in a sweep file, for a baseline without the knob."""
     part: str
-    """Field of Candidate that it belongs to."""
+    """Field of :class:`Candidate` that contains it."""
     field: str
     """Field of that part; empty if the knob is the entire part."""
     read: Callable[[Candidate], Any]
-    """Gets its value back from a candidate."""
+    """Returns its value from a candidate."""
     description: str
     """Text for the JSON Schema and ``docs/sweep-file.md``."""
     signs: tuple[Sign, ...]
-    """What short names show of it."""
+    """Its signs in short names."""
     canonical: Callable[[Fields, Model | None], Any] | None = None
-    """Its value in canonical form: neutral if it has no effect, so that equivalent spellings are one candidate.
+    """Returns its value in canonical form: neutral if it has no effect, so that equivalent spellings are one candidate.
     None: unchanged. Only kernels depend on the model."""
     resolved_type: Any = None
     """Type in ``forbid`` and ``require`` patterns, if different."""
@@ -382,7 +383,7 @@ class Knob:
 
 
 def _knob(path: str, value_type: Any, description: str, *signs: Sign, **options: Any) -> Knob:
-    """The row of the field of a candidate at ``path``; it has its name and default unless overridden by ``options``."""
+    """Define the row of a candidate's field at ``path``, with its name and default unless overridden by ``options``."""
     part, _, field = path.partition(".")
     name = options.pop("name", field or part)
     read = operator.attrgetter(path)
@@ -421,13 +422,13 @@ def _num_chunks(fields: Fields, _: Model | None) -> int:
 
 
 def _replication_engine(fields: Fields, _: Model | None) -> str:
-    """Sharding implies its engine, which also replicates, so there is no choice."""
+    """Return the replication engine; with sharding, there is no choice, because its engine also replicates."""
     has_choice = fields["dp_replicate"] * fields["cp"] > 1 and fields["zero_stage"] == 0
     return str(fields["replicate_with"]) if has_choice else "ddp"
 
 
 def _attends(model: Model | None) -> bool:
-    """Whether the model has attention; a user's program may have it."""
+    """Whether the model has attention, or, in a user's program, may have it."""
     assert model is not None, "kernels are those of a model"
     return isinstance(model, ScriptModel) or decoder_of(model) is not None
 
@@ -437,7 +438,7 @@ def _convolves(model: Model | None) -> bool:
     return is_known or isinstance(model, ScriptModel | ResNetModel)
 
 
-# What signs show
+# Values of signs
 
 DEFAULT_PREFETCH_FACTOR = 2
 

@@ -22,22 +22,22 @@ from trials.spec import (
     CustomChoice,
 )
 
-# The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, what it means, and the knobs it
+# The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, its meaning and its knobs
 
 OWN = Sign("{KNOB}={VALUE}", "custom knob {KNOB}: {VALUE}", lambda _: None, knobs=("own",))
 MAX_CUSTOM_CHARS = 24
-"""Maximum characters of a custom knob's value in a name; longer ones are cut and get a tag."""
+"""Most characters of a custom knob's value in a name; longer ones are truncated and tagged."""
 
 
 def _in_order() -> Iterator[Sign]:
-    """The signs of all knobs, row by row; followed by signs of other rows that belong after them."""
+    """Yield the signs of all knobs, row by row, each row followed by signs of other rows that belong after it."""
     for knob in KNOBS:
         yield from (sign for sign in knob.signs if not sign.after)
         yield from (sign for other in KNOBS for sign in other.signs if sign.after == knob.name)
 
 
 NOTATION: tuple[Sign, ...] = (*_in_order(), OWN)
-"""All signs, in the order in which names hold them."""
+"""All signs, in the order of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class NamePart:
 
     @property
     def text(self) -> str:
-        """As in the name: ``pp2``."""
+        """Text in the name: ``pp2``."""
         return _filled(self.sign.text, self.values)
 
     @property
     def meaning(self) -> str:
-        """Its meaning: ``pipeline with 2 stages``."""
+        """Meaning, such as ``pipeline with 2 stages``."""
         return _filled(self.sign.meaning, self.values)
 
 
@@ -67,12 +67,12 @@ NameParts = tuple[NamePart, ...]
 
 
 def name_part_text(word: NameParts) -> str:
-    """The word as in the name; parts of recompute are joined by a plus sign."""
+    """Format a word of a name; a plus sign joins parts of recompute."""
     return "".join(f"+{part.text}" if i and not part.sign.is_suffix else part.text for i, part in enumerate(word))
 
 
 def name_parts_of(candidate: Candidate) -> Iterator[NameParts]:
-    """The words of a candidate's name, in order: suffixes and other signs of one knob belong to one word."""
+    """Yield the words of a candidate's name, in order. Suffixes and other signs of one knob belong to one word."""
     word: list[NamePart] = []
     for part in _parts(candidate):
         if word and not part.sign.is_suffix and part.sign.knobs != word[-1].sign.knobs:
@@ -93,18 +93,18 @@ def _parts(candidate: Candidate) -> Iterator[NamePart]:
 
 
 def spelled(candidate: Candidate) -> list[tuple[str, str]]:
-    """Every sign of the candidate's name with its meaning."""
+    """Return every sign of the candidate's name with its meaning."""
     return [(part.text, part.meaning) for word in name_parts_of(candidate) for part in word]
 
 
 def legend(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
-    """The signs that occur in the candidates' names, in general: ``ppN``, ``pipeline with N stages``."""
+    """Return the signs in the candidates' names in general form: ``ppN``, ``pipeline with N stages``."""
     found = {part.sign for candidate in candidates for word in name_parts_of(candidate) for part in word}
     return [(sign.general, sign.general_meaning) for sign in NOTATION if sign in found]
 
 
 def notation_table() -> str:
-    """All signs as a Markdown table, for ``docs/notation.md``."""
+    """Format all signs as a Markdown table, for ``docs/notation.md``."""
     lines = ["| sign | meaning | knob |", "|---|---|---|"]
     for sign in NOTATION:
         knobs = ", ".join(f"[{knob}](knobs.md#{knob})" for knob in sign.knobs)
@@ -123,25 +123,25 @@ def _custom_names(own: tuple[CustomChoice, ...]) -> Iterator[NameParts]:
 
 
 def _short_custom_value(name: str) -> str:
-    """The name without dashes, dollar, file and parent keys: ``zero_optimization.overlap_comm`` -> overlap_comm."""
+    """Remove dashes, dollar, file and parent keys: ``zero_optimization.overlap_comm`` -> ``overlap_comm``."""
     return name.lstrip("-$").rpartition(":")[2].rpartition(".")[2] or name
 
 
-# Names of candidates, short and in full, and how two of them differ
+# Names of candidates, short and in full, and differences between candidates
 
 Scalar = str | int | float | bool
 Features = Callable[[Candidate], Mapping[str, Scalar]]
 """Flat description of a candidate: knob values by name, like :func:`flat_params`."""
 
 FeatureColumns = Mapping[str, tuple[list[Scalar], Codes]]
-"""By feature, its distinct values and every candidate's place among them."""
+"""For each feature, its distinct values and every candidate's index among them."""
 
 _READS = {knob.name: ("layout", knob.part) if knob.name == "recompute" else (knob.part,) for knob in KNOBS}
-"""Fields of a candidate that each knob's value, as :func:`flat_params` writes it, depends on."""
+"""Fields of a candidate that each knob's value in :func:`flat_params` depends on."""
 
 
 def feature_columns(table: CandidateTable, features: Features) -> FeatureColumns:
-    """The features of all candidates, computed once per combination of the fields they depend on.
+    """Return the features of all candidates, computed once per combination of the fields they depend on.
 
     A missing feature is :data:`INHERITED`.
     """
@@ -160,7 +160,7 @@ def feature_columns(table: CandidateTable, features: Features) -> FeatureColumns
 
 
 def describe(candidate: Candidate) -> dict[str, Any]:
-    """Key, short name and knobs of a candidate: its part of every JSON document."""
+    """Return key, short name and knobs of a candidate, its part of every JSON document."""
     return {
         "config_key": candidate.config_key,
         "short_name": short_name(candidate),
@@ -169,7 +169,7 @@ def describe(candidate: Candidate) -> dict[str, Any]:
 
 
 def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]]:
-    """Knobs in which the two differ: name to (value in the baseline, value in the candidate), as scalars.
+    """Return the knobs in which the two differ: by name, (baseline's value, candidate's value), as scalars.
 
     A custom knob that only one of them sets is :data:`INHERITED` in the other.
     """
@@ -179,18 +179,18 @@ def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]
 
 
 def change(candidate: Candidate, baseline: Candidate) -> dict[str, Scalar]:
-    """Knobs in which a candidate differs from the baseline, with its values; without the number of devices."""
+    """Return the candidate's values that differ from the baseline, without the number of devices."""
     return {name: new for name, (_, new) in diff(candidate, baseline).items() if name != "world_size"}
 
 
 def shared_change(candidates: Iterable[Candidate], baseline: Candidate) -> dict[str, Scalar]:
-    """Knobs with a value that all candidates have and the baseline does not; empty without candidates."""
+    """Return values that all candidates share and the baseline lacks; empty without candidates."""
     changes = [change(candidate, baseline).items() for candidate in candidates]
     return dict(one for one in changes[0] if all(one in other for other in changes)) if changes else {}
 
 
 def flat_params(candidate: Candidate) -> dict[str, Scalar]:
-    """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search.
+    """Return knob values as scalars, plus ``world_size``: parameters of a record, features of a search.
 
     Custom knobs that the candidate sets follow by name.
     """
@@ -200,14 +200,14 @@ def flat_params(candidate: Candidate) -> dict[str, Scalar]:
 
 
 def aligned_params(candidates: Iterable[Candidate]) -> list[dict[str, Scalar]]:
-    """Knob values of each, all with the same names: custom knobs that one of them omits are :data:`INHERITED`."""
+    """Return knob values of each, all with the same names; omitted custom knobs are :data:`INHERITED`."""
     params = [flat_params(candidate) for candidate in candidates]
     names = list(dict.fromkeys(name for one in params for name in one))
     return [{name: one.get(name, INHERITED) for name in names} for one in params]
 
 
 def short_name(candidate: Candidate) -> str:
-    """Compact and different for different candidates, like ``dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2``.
+    """Return a compact name, unique per candidate, such as ``dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2``.
 
     ``pp2 interleavedv2 L5,4/4,3`` is a pipeline with two chunks per rank and uneven layers; ``dp2f`` replicates with
     FSDP2, ``emb`` shards the embedding, ``cp2u`` is Ulysses, ``tp2splc2`` has sequence parallelism, the local engine
@@ -217,7 +217,7 @@ def short_name(candidate: Candidate) -> str:
 
 
 def names_apart(candidates: Iterable[Candidate]) -> tuple[list[str], str]:
-    """Short names without the words that all of them share, and those words; ``as above`` if nothing is left."""
+    """Return short names without shared words, and the shared words; ``as above`` if nothing is left."""
     names = [list(map(name_part_text, name_parts_of(candidate))) for candidate in candidates]
     if len(names) < 2:
         return [" ".join(words) for words in names], ""

@@ -1,13 +1,13 @@
 """Rules that decide whether a candidate may be tried: legality, user filters, and dominance by memory.
 
-Rules are pure functions of candidate, workload and topology: a one-line reason, or None for a candidate that is
-legal. Hardware rules do not apply while the topology is unknown; arithmetic rules are those of the runner.
+A rule is a pure function of candidate, workload and topology. It returns a one-line reason, or None for a legal
+candidate. Hardware rules do not apply while the topology is unknown; arithmetic rules are those of the runner.
 
-Each declared knob has a direction; undeclared knobs must be equal. Joint dominance follows: a candidate that is
-worse in several knobs and better in none is worse. A knob without effect takes no part (the tp engine at tp 1, the
-engine of plain replication under ZeRO), so that candidates across that border can be compared.
+Each declared knob has a direction; undeclared knobs must be equal. A candidate that is worse in several knobs and
+better in none is worse overall (joint dominance). Knobs without effect are ignored (the tp engine at tp 1, the engine
+of plain replication under ZeRO), so that candidates with and without the effect are comparable.
 
-Only confirmed out-of-memory outcomes are evidence; inferences from them never are. Nothing here deletes a candidate
+Only confirmed out-of-memory outcomes are evidence, never inferences from them. No rule deletes a candidate
 for being slow: such priors belong to the search.
 
 Custom knobs have the direction that the sweep file defines; without one they must be equal.
@@ -36,12 +36,12 @@ from orchestrator.space.knobs import INHERITED, KNOBS
 from trials import legality
 from trials.spec import Candidate, Counts, CustomChoice, Kernels, Layout, ScriptModel, Workload
 
-# Legality rules: which candidates cannot work, and why
+# Legality rules: candidates that cannot work, with reasons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a rule judges. ``topology`` is None while the hardware is unknown."""
+    """Input of a rule. ``topology`` is None while the hardware is unknown."""
 
     candidate: Candidate
     workload: Workload
@@ -53,7 +53,7 @@ class Case:
 
 
 WORLD_SIZE = "world-size"
-"""Id of the rule on how many devices are used."""
+"""Id of the rule on the number of devices."""
 
 Check = Callable[[Case], str | None]
 Pattern = Mapping[str, tuple[Any, ...]]
@@ -62,25 +62,25 @@ _KNOBS = {knob.name: knob for knob in KNOBS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One way to be illegal."""
+    """A reason for being illegal."""
 
     id: str
     check: Check
     reads: tuple[str, ...] = FIELDS
-    """Everything that ``check`` reads of a candidate: fields, or attributes like ``layout.tp``. Candidates that
-    agree in those are checked once."""
+    """Everything that ``check`` reads of a candidate: fields, or attributes such as ``layout.tp``. Candidates equal in
+    these are checked once."""
     concerns: Collection[Candidate] | None = None
-    """The only candidates that may break it; None: any."""
+    """Candidates that may break it; None: any."""
 
     @property
     def is_on_layout(self) -> bool:
-        """Whether layout and micro-batch size alone decide."""
+        """Whether it depends only on layout and micro-batch size."""
         return all(name.partition(".")[0] in ("layout", "micro_batch_size") for name in self.reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """Why a candidate is not legal."""
+    """Reason why a candidate is not legal."""
 
     rule_id: str
     reason: str
@@ -100,7 +100,7 @@ class Filters:
     whole_lease: bool = False
     """Whether a candidate must use all devices of the lease."""
     min_nodes: int | None = None
-    """Nodes that a shrinking lease always holds, which count as all of it; None: the lease does not shrink."""
+    """Fewest nodes of a shrinking lease, which count as the whole lease; None: the lease does not shrink."""
     others: tuple[Rule, ...] = ()
     """Additional rules from the framework of the training program."""
 
@@ -122,11 +122,11 @@ OF_ANY_TRAINER = frozenset(
         "loader",
     )
 )
-"""Rules of the trial runner that follow from the meaning of a candidate, for any training program."""
+"""Rules of the trial runner that hold for any training program."""
 
 
 def _of_runner(rule: legality.LegalityRule) -> Rule:
-    """A rule of the trial runner as a rule of the search space."""
+    """Convert a rule of the trial runner to a rule of the search space."""
 
     def check(case: Case) -> str | None:
         is_foreign = isinstance(case.workload.model, ScriptModel) and rule.id not in OF_ANY_TRAINER
@@ -144,7 +144,7 @@ def _tp_in_node(case: Case) -> str | None:
 
 
 def _fits_lease(case: Case) -> str | None:
-    """Tensor-parallel groups do not span nodes, so each node holds complete groups only."""
+    """Check that the gang fits the lease. Each node holds only whole tensor-parallel groups."""
     if case.topology is None:
         return None
     layout = case.layout
@@ -160,7 +160,7 @@ _NO_BFLOAT16 = re.compile(r"\b(V100S?|T4|GTX 16\d\d|RTX 20\d\d|TITAN (V|RTX)|Qua
 
 
 def _amp_dtype(case: Case) -> str | None:
-    """float16 needs CUDA compute capability 7.0 and bfloat16 8.0; CPUs run both; unknown devices are accepted."""
+    """Check number formats: float16 needs CUDA compute capability 7.0, bfloat16 8.0; CPUs and unknown devices pass."""
     if case.topology is None or case.candidate.precision.level == "O0":
         return None
     dtype = case.candidate.precision.dtype
@@ -171,7 +171,7 @@ def _amp_dtype(case: Case) -> str | None:
 
 
 def _slices_alone(case: Case) -> str | None:
-    """Slices of a GPU (MIG) cannot communicate: NCCL supports full GPUs only."""
+    """Check that MIG slices do not communicate: NCCL supports only whole GPUs."""
     if case.topology is None or case.candidate.layout.world_size == 1:
         return None
     name = next((node.device_name for node in case.topology.nodes if is_slice_name(node.device_name)), None)
@@ -187,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     *map(_of_runner, legality.RULES),
     Rule(id="amp-dtype", reads=("precision",), check=_amp_dtype),
 )
-"""The fixed rules in the order in which violations are reported."""
+"""The fixed rules, in the order of reports."""
 
 
 def check(
@@ -196,13 +196,13 @@ def check(
     topology: Topology | None = None,
     filters: Filters | None = None,
 ) -> tuple[Violation, ...]:
-    """Every rule the candidate breaks, in the order of the rules; empty when it is legal."""
+    """Return every rule that the candidate breaks, in order; empty if it is legal."""
     case = Case(candidate=candidate, workload=workload, topology=topology)
     return tuple(violations(rules_for(filters), case))
 
 
 def violations(rules: Iterable[Rule], case: Case) -> Iterator[Violation]:
-    """The rules broken, one by one; take the first only if one is enough."""
+    """Yield the broken rules one by one, so that a caller can stop at the first."""
     for rule in rules:
         reason = rule.check(case)
         if reason is not None:
@@ -212,9 +212,9 @@ def violations(rules: Iterable[Rule], case: Case) -> Iterator[Violation]:
 def first_broken(
     rules: Sequence[Rule], table: CandidateTable, workload: Workload, topology: Topology | None
 ) -> NDArray[np.int64]:
-    """The place in ``rules`` of the first one that each candidate breaks, shape (n,); -1 for one that breaks none.
+    """Return the index in ``rules`` of the first one that each candidate breaks, shape (n,); -1 if it breaks none.
 
-    Each rule judges every combination of what it reads once.
+    Each rule is applied once per combination of what it reads.
     """
     first = np.full(len(table), -1, dtype=np.int64)
     left = np.arange(len(table))
@@ -235,7 +235,7 @@ def _judge(
     workload: Workload,
     topology: Topology | None,
 ) -> NDArray[np.int64]:
-    """By row, the index of the first rule it breaks, or -1; all ``rules`` read the same fields."""
+    """Return by row the index of the first broken rule, or -1; all ``rules`` read the same fields."""
 
     def judged(candidate: Candidate) -> int:
         case = Case(candidate=candidate, workload=workload, topology=topology)
@@ -246,13 +246,13 @@ def _judge(
 
 
 def _rows_of(candidates: Collection[Candidate], table: CandidateTable, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Those of ``rows`` that hold one of the candidates."""
+    """Return those of ``rows`` with one of the candidates."""
     found = [row for candidate in candidates if (row := table.row_of(candidate)) is not None]
     return np.asarray(np.intersect1d(rows, np.array(found, dtype=np.intp)))
 
 
 def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
-    """The fixed rules and those of the user's filters, rules on layouts first."""
+    """Return the fixed rules and those of the user's filters, rules on layouts first."""
     own = (*_filter_rules(filters), *filters.others) if filters is not None else ()
     return tuple(sorted((*RULES, *own), key=lambda rule: not rule.is_on_layout))
 
@@ -269,7 +269,7 @@ def _filter_rules(filters: Filters) -> Iterable[Rule]:
 
 
 def _read_by(pattern: Pattern) -> tuple[str, ...]:
-    """Fields that the knobs of a pattern belong to, and what their values are resolved against."""
+    """Return the fields of a pattern's knobs, and those needed to resolve their values."""
     found: dict[str, None] = {}
     for name in pattern:
         knob = _KNOBS.get(name)
@@ -335,23 +335,23 @@ def _accepts(name: str, accepted: tuple[Any, ...], case: Case) -> bool:
     return any(resolve(wanted, candidate, num_layers) == value for wanted in accepted)
 
 
-# Which candidates need at least the memory of one that ran out of it: one partial order, declared knob by knob
+# Candidates that need at least the memory of one that ran out of it: a partial order, declared per knob
 
 LESS_WITH_MORE = ("zero_stage", "dp_shard", "tp", "cp", "sequence_parallel", "shard_embedding")
-"""Fields of the layout whose larger values need less memory, or as much."""
+"""Layout fields whose larger values need no more memory."""
 MORE_WITH_MORE = ("num_workers", "prefetch_factor")
-"""Fields of the loader whose larger values need more memory, or as much (host memory, where that is the device's)."""
+"""Loader fields whose larger values need no less memory (host memory, if that is the device's)."""
 
 
 CustomMemory = Mapping[str, Mapping[CustomChoice, int]]
-"""By custom knob with a known effect on memory: a number per choice that rises with memory."""
+"""For each custom knob with a known effect on memory, a number per choice that grows with memory."""
 
 
 class Pruner:
-    """Rules out the candidates that need at least the memory of a witness on their fullest rank, whatever the model.
+    """Rules out candidates that need at least the memory of a witness on their fullest rank, whatever the model.
 
-    One witness after another, each in time proportional to what is left in its group of undeclared knobs. With a global
-    batch size, candidates that accumulate gradients are not compared with those that do not: gradients that live
+    Takes one witness after another, each in time proportional to the rest of its group of undeclared knobs. With a
+    global batch size, candidates with gradient accumulation are not compared with those without: gradients that persist
     through the forward pass may outweigh a smaller micro-batch.
     """
 
@@ -383,9 +383,9 @@ class Pruner:
         return _group(candidate), self._accumulates(candidate), _undirected(candidate, self._own)
 
     def add(self, witness: Candidate) -> dict[int, str]:
-        """Candidates that ``witness`` additionally rules out: row to rule id.
+        """Return the rule ids of candidates newly ruled out by ``witness``, by row.
 
-        Rule ids are ``oom-<knob>``; ``oom-several`` where more than one knob differs, ``oom-same`` for the witness.
+        Rule ids are ``oom-<knob>``; ``oom-several`` if more than one knob differs, ``oom-same`` for the witness.
         """
         key = self._key(witness)
         if key not in self._groups:
@@ -395,7 +395,7 @@ class Pruner:
 
 
 class _Group:
-    """Candidates with the same undeclared knobs: what each demands, and which are left."""
+    """Candidates with the same undeclared knobs: their demands, and which are left."""
 
     def __init__(self, table: CandidateTable, rows: NDArray[np.intp], own: CustomMemory) -> None:
         self._table, self._rows, self._own = table, rows, own
@@ -446,7 +446,7 @@ def _rule_id(differing: Set[str]) -> str:
 
 
 def _group(candidate: Candidate) -> Hashable:
-    """Key of candidates that can be compared: every field without a direction must be equal."""
+    """Return the key of comparable candidates: every field without a direction must be equal."""
     layout, loader = candidate.layout, candidate.loader
     return (
         *(getattr(layout, name) for name in _UNDECLARED_LAYOUT),
@@ -473,11 +473,11 @@ _GROUPED_BY = (
     *(f"kernels.{field.name}" for field in dataclasses.fields(Kernels) if field.name != "loss_chunks"),
     "offload",
 )
-"""What :func:`_group` makes its key of."""
+"""Parts of the key in :func:`_group`."""
 
 
 def _engines(layout: Layout) -> tuple[str, str, str]:
-    """Engine of each of ``_ENGINE_FIELDS``; empty where the layout uses none, which compares with all."""
+    """Return the engine of each of ``_ENGINE_FIELDS``; empty if unused, which is comparable with all."""
     return (
         layout.replicate_with if layout.zero_stage == 0 else "",
         layout.tp_engine if layout.tp > 1 else "",
@@ -486,19 +486,19 @@ def _engines(layout: Layout) -> tuple[str, str, str]:
 
 
 def _engine_codes(layout: Layout) -> tuple[int, ...]:
-    """Engines as numbers; 0 compares with all."""
+    """Return the engines as numbers; 0 is comparable with all."""
     return tuple(
         ("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses", "ring").index(e) for e in _engines(layout)
     )
 
 
 def _undirected(candidate: Candidate, own: CustomMemory) -> Hashable:
-    """The part of the key from custom knobs: values without a direction, and which knobs have one."""
+    """Return the key's part from custom knobs: values without a direction, and which knobs have one."""
     return tuple(choice.name if choice in own.get(choice.name, {}) else choice for choice in candidate.own)
 
 
 Demand = dict[str, tuple[int, ...]]
-"""Numbers by knob that grow with the memory the knob costs."""
+"""By knob, numbers that grow with the knob's memory."""
 
 
 def _demand(candidate: Candidate, patterns: Sequence[str], own: CustomMemory) -> Demand:
@@ -511,7 +511,7 @@ def _demand(candidate: Candidate, patterns: Sequence[str], own: CustomMemory) ->
 def _of_layout(candidate: Candidate, _patterns: Sequence[str], _own: CustomMemory) -> Demand:
     layout = candidate.layout
     return {
-        # More replicas mean fewer micro-batches in flight, or as many.
+        # More replicas never mean more micro-batches in flight.
         "dp": (-layout.dp,),
         **{name: (-int(getattr(layout, name)),) for name in LESS_WITH_MORE},
         "gradient_reduction": (int(layout.gradient_reduction == "last"),),
@@ -533,13 +533,13 @@ _DEMANDS: tuple[tuple[tuple[str, ...], Callable[[Candidate, Sequence[str], Custo
     ),
     (("own",), _of_custom),
 )
-"""The parts of a candidate's demand, each with the fields, or attributes of theirs, that it depends on."""
+"""Parts of a candidate's demand, with the fields, or their attributes, that each depends on."""
 
 
 def _kept_layers(candidate: Candidate, patterns: Sequence[str]) -> tuple[int, ...]:
-    """Minus the layers recomputed in full, with communication and by pattern, per chunk and stage.
+    """Return minus the layers recomputed in full, with communication and by pattern, per chunk and stage.
 
-    A layer recomputed in full counts for all: it has nothing left for the others.
+    A fully recomputed layer counts for all: it has nothing left for the others.
     """
     recompute, layout = candidate.recompute, candidate.layout
     size = layout.num_virtual_stages * layout.pp

@@ -1,7 +1,7 @@
 """From knob values to candidates and back, and the candidates that knobs span: enumerated, drawn, and their neighbours.
 
-Valid choices depend on the layout, so layouts come first: those that are legal are listed (or, of very many, a
-random part of them), and recompute policy, precision, loader and kernels are chosen given the layout.
+Valid choices depend on the layout, so layouts come first: legal ones are listed (or a random sample of very many), and
+recompute policy, precision, loader and kernels are chosen given the layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trials.spec import (
     UserModel,
 )
 
-# Canonical form: knob values to candidates and back, so that one candidate has one spelling
+# Canonical form: converts knob values to candidates and back, so that each candidate has one spelling
 
 Part = TypeVar("Part", Layout, Loader, Kernels, Offload)
 
@@ -44,20 +44,20 @@ _ROWS: Mapping[type, tuple[Knob, ...]] = {
     kind: tuple(knob for knob in KNOBS if knob.part == kind.__name__.lower())
     for kind in (Layout, Loader, Kernels, Offload)
 }
-"""The knobs of every part of a candidate that has several."""
+"""Knobs of every part of a candidate with several knobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """A data-parallel degree that takes up the devices which the other axes leave of ``num_devices``.
+    """A data-parallel degree that uses the devices left by the other axes of ``num_devices``.
 
-    As ``dp_shard`` it does so where something is to be sharded, and is 1 elsewhere.
+    As ``dp_shard``, it does so if something is sharded, and else is 1.
     """
 
     num_devices: int
 
     def of(self, taken: int) -> int:
-        """What remains of the devices after ``taken``; if that does not divide, a number that the legality rules
+        """Return the remaining devices after ``taken``; if that does not divide, a number that the legality rules
         reject."""
         return max(1, self.num_devices // max(1, taken))
 
@@ -68,7 +68,7 @@ def build_candidate(
     own: Sequence[CustomKnob] = (),
     custom_values: Mapping[str, CustomScalar] = {},
 ) -> Candidate:
-    """The canonical candidate of a full set of knob values, and of values of custom knobs."""
+    """Build the canonical candidate from a full set of knob values, and values of custom knobs."""
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
     engine = engine_for(values["tp_engine"], model)
@@ -86,14 +86,14 @@ def build_candidate(
 
 
 def knob_values(candidate: Candidate) -> dict[str, Any]:
-    """Values of all knobs: the inverse of :func:`build_candidate` for canonical candidates."""
+    """Return the values of all knobs, the inverse of :func:`build_candidate` for canonical candidates."""
     return {knob.name: knob.read(candidate) for knob in KNOBS}
 
 
 def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
-    """The layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
+    """Build the layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
 
-    ``tp_engine`` depends on the recompute policy too and is left at its default, for :func:`with_tp_engine`.
+    ``tp_engine`` also depends on the recompute policy and keeps its default, for :func:`with_tp_engine`.
     """
     pp, schedule = values["pp"], values["schedule"]
     chunks = 2 if schedule == "zbv" else values["num_virtual_stages"]
@@ -110,7 +110,7 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
 
 
 def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
-    """``dp_replicate`` and ``dp_shard``, with the axis that uses the remaining devices resolved."""
+    """Return ``dp_replicate`` and ``dp_shard``, with the axis for the remaining devices resolved."""
     replicate, shard = values["dp_replicate"], values["dp_shard"]
     taken = values["pp"] * values["cp"] * values["tp"]
     if isinstance(shard, Rest):
@@ -120,12 +120,12 @@ def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def build_part(kind: type[Part], values: Mapping[str, Any], model: Model | None = None) -> Part:
-    """That part of a candidate in canonical form, from the values of its knobs; of kernels also the model counts."""
+    """Build a part of a candidate in canonical form from its knobs' values. Kernels also depend on the model."""
     return kind(**_canonical(kind, {knob.field: values[knob.name] for knob in _ROWS[kind]}, model))
 
 
 def canonical_part(part: Part, model: Model | None = None) -> Part:
-    """The part with every knob that has no effect there at its neutral value; of kernels also the model counts."""
+    """Set every knob without effect in the part to its neutral value. Kernels also depend on the model."""
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     return type(part)(**_canonical(type(part), fields, model))
 
@@ -135,17 +135,18 @@ def _canonical(kind: type, fields: dict[str, Any], model: Model | None) -> dict[
         if knob.canonical is not None:
             fields[knob.field] = knob.canonical(fields, model)
     if fields.get("compile") == "off":
-        fields["backend"] = Kernels().backend  # which no knob sets
+        fields["backend"] = Kernels().backend  # not set by any knob
     return fields
 
 
 def engine_for(engine: str, model: Model) -> str:
-    """The engine as configured; tensor parallelism of user modules follows a plan, which only one engine supports."""
+    """Return the configured engine. User modules follow a plan for tensor parallelism, which only one engine
+    supports."""
     return "dtensor" if isinstance(model, UserModel) and engine == "auto" else engine
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
-    """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
+    """Resolve the engine of tensor parallelism: ``auto`` is ``local`` for layouts that DTensors do not support."""
     if engine != "auto":
         return engine
     needs_local = layout.num_copies > 1 or holds_plain(layout) or recomputes_communication
@@ -153,12 +154,12 @@ def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: 
 
 
 def with_tp_engine(layout: Layout, engine: Any) -> Layout:
-    """The layout with that engine where there is tensor parallelism."""
+    """Set the engine of a layout with tensor parallelism."""
     return dataclasses.replace(layout, tp_engine=engine) if layout.tp > 1 else layout
 
 
 def canonical_precision(precision: Precision) -> Precision:
-    """The precision with O0 as float32, a loss scale for float16 and nothing else, and its lists sorted."""
+    """Return the precision with O0 as float32, a loss scale only for float16, and its lists sorted."""
     if precision.level == "O0":
         return Precision()
     scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
@@ -171,11 +172,11 @@ def canonical_precision(precision: Precision) -> Precision:
 Choices = Mapping[str, tuple[Any, ...]]
 """Values to try of every knob, by its name."""
 MAX_SETTINGS = 200_000
-"""Maximum combinations of the knobs of one part of a candidate; of more layouts, a random sample."""
+"""Most combinations of the knobs of one part of a candidate; more layouts are sampled at random."""
 
 
 class SpaceTooLargeError(ValueError):
-    """The knobs span too many combinations; ``remedy`` names the longest lists."""
+    """Too many combinations of knobs; ``remedy`` names the longest lists."""
 
     def __init__(self, message: str, *, remedy: str) -> None:
         super().__init__(message)
@@ -184,7 +185,7 @@ class SpaceTooLargeError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What candidates of one layout and micro-batch size share."""
+    """Common part of candidates with one layout and micro-batch size."""
 
     layout: Layout
     micro_batch_size: int
@@ -196,8 +197,9 @@ class Frame:
 class Space:
     """Every distinct candidate once: per frame, the product of its recompute policies and ``parts``.
 
-    What recompute and layers per stage mean depends on the layout, and the engine of tensor parallelism may depend on
-    recompute; all else is canonical part by part, so removing duplicates per frame and part by part removes all.
+    The meaning of recompute and layers per stage depends on the layout, and the engine of tensor parallelism may depend
+    on recompute. Everything else is canonical part by part, so removing duplicates per frame and part removes all of
+    them.
     """
 
     frames: tuple[Frame, ...]
@@ -218,21 +220,21 @@ class Space:
 
     @property
     def num_choices(self) -> int:
-        """Combinations of the choices that do not depend on the layout."""
+        """Return the number of combinations of choices that do not depend on the layout."""
         return math.prod(map(len, self.parts.values()))
 
     def table(self) -> CandidateTable:
-        """All candidates, frame by frame, in the order of :meth:`completions`."""
+        """Return all candidates, frame by frame, in the order of :meth:`completions`."""
         rows = np.arange(len(self), dtype=np.int64)
         return self.rows_of(self.policies(), rows // self.num_choices, rows % self.num_choices)
 
     def first_completions(self) -> CandidateTable:
-        """The first candidate of every frame."""
+        """Return the first candidate of every frame."""
         starts = np.cumsum([0, *(len(frame.recomputes) for frame in self.frames)])[:-1]
         return self.rows_of(self.policies(), starts, np.zeros(len(starts), dtype=np.int64))
 
     def policies(self) -> CandidateTable:
-        """Every frame with each of its recompute policies, and with the first choice of all else."""
+        """Return every frame with each of its recompute policies, and the first choice of everything else."""
         base = {name: values[:1] for name, values in self.parts.items()}
         layouts, sizes, recomputes = _Places(), _Places(), _Places()
         for frame in self.frames:
@@ -249,7 +251,7 @@ class Space:
         )
 
     def rows_of(self, policies: CandidateTable, policy: NDArray[np.int64], choice: NDArray[np.int64]) -> CandidateTable:
-        """Candidates by the rows of :meth:`policies` and the numbers of their combinations of choices."""
+        """Return candidates by rows of :meth:`policies` and numbers of combinations of choices."""
         values = {name: policies.values[name] for name in ("layout", "micro_batch_size", "recompute")}
         codes = {name: policies.codes[name][policy] for name in values}
         for name, choices in reversed(tuple(self.parts.items())):
@@ -259,7 +261,7 @@ class Space:
         return CandidateTable(values, codes)
 
     def completions(self, frame: Frame) -> Iterator[Candidate]:
-        """Candidates that share layout and micro-batch size with ``frame``."""
+        """Yield the candidates with the layout and micro-batch size of ``frame``."""
         layout, micro_batch_size = frame.layout, frame.micro_batch_size
         for recompute, *values in product(frame.recomputes, *self.parts.values()):
             fields = dict(zip(self.parts, values, strict=True))
@@ -271,7 +273,7 @@ class Space:
 
 
 class _Places:
-    """Distinct values in order of appearance, and places of values among them."""
+    """Distinct values in order of appearance, and indices into them."""
 
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
@@ -285,11 +287,11 @@ class _Places:
 
 
 def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -> Space:
-    """The space that ``choices`` and the custom knobs ``own`` span for ``model``; of more than ``MAX_SETTINGS``
-    layouts a random part.
+    """Build the space of ``choices`` and the custom knobs ``own`` for ``model``; of more than ``MAX_SETTINGS`` layouts,
+    a random sample.
 
     Raises:
-        SpaceTooLargeError: when the knobs of the loader, of the kernels or custom knobs span more combinations.
+        SpaceTooLargeError: the knobs of the loader, of the kernels or custom knobs have more combinations.
     """
     for part in ("loader", "kernels"):
         if (size := _num_settings(choices, part)) > MAX_SETTINGS:
@@ -314,7 +316,7 @@ def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -
 
 
 def _layouts(choices: Choices, model: Model) -> dict[Layout, tuple[Recompute, ...]]:
-    """Distinct layouts with the distinct recompute policies that go with each."""
+    """Return the distinct layouts, each with its distinct recompute policies."""
     found: dict[Layout, dict[Recompute, None]] = {}
     num_layers = model.num_layers
     engines = tuple(dict.fromkeys(engine_for(engine, model) for engine in choices["tp_engine"]))
@@ -337,7 +339,7 @@ def _num_settings(choices: Choices, part: str) -> int:
 
 
 def _settings(choices: Choices, part: str) -> Iterator[dict[str, Any]]:
-    """Combinations of the knobs that make up one part of a candidate: all, or ``MAX_SETTINGS`` drawn at random."""
+    """Yield the combinations of the knobs of one part of a candidate: all, or ``MAX_SETTINGS`` at random."""
     names = _knobs_of(part)
     size = _num_settings(choices, part)
     if size <= MAX_SETTINGS:
@@ -368,7 +370,7 @@ def _too_large(part: str, sizes: Mapping[str, int], size: int) -> SpaceTooLargeE
 # A space with too many candidates to list: its legal layouts, and candidates drawn or looked up one by one
 
 MAX_ENUMERATED = 1_000_000
-"""Candidates of legal layouts that are listed and ranked one by one."""
+"""Most candidates of legal layouts that are listed and ranked individually."""
 SAMPLE_SIZE = 20_000
 """Candidates sampled from a larger space without a cost model."""
 MAX_MISSES = 64
@@ -390,7 +392,7 @@ class LargeSpace:
 
     @property
     def message(self) -> str:
-        """Sentence for users on how the size of the space is handled."""
+        """Describe to users how the size of the space is handled."""
         what = "those listed were sampled where the cost model predicts the best"
         if not self.is_modelled:
             what = "those listed were sampled at random, and conditional TPE explores further ones"
@@ -400,7 +402,7 @@ class LargeSpace:
         )
 
     def draw(self, rng: random.Random) -> Candidate | None:
-        """A legal candidate: every layout is as likely as any other. None if many samples found none."""
+        """Draw a legal candidate; all layouts are equally likely. None if many samples found none."""
         for _ in range(MAX_MISSES):
             candidate = self._completion(rng.choice(self.space.frames), rng)
             if self.is_legal(candidate):
@@ -408,7 +410,7 @@ class LargeSpace:
         return None
 
     def sample(self, num: int, seed: int) -> CandidateTable:
-        """Up to ``num`` different legal candidates, the same for the same seed."""
+        """Draw up to ``num`` distinct legal candidates, the same for the same seed."""
         rng = random.Random(seed)
         found: dict[Candidate, None] = {}
         for _ in range(2 * num):
@@ -429,11 +431,11 @@ class LargeSpace:
 
 
 class Lookup:
-    """The candidate of a large space whose knobs are nearest to given ones, found part by part.
+    """Finds the candidate of a large space with the knobs nearest to given ones, part by part.
 
     Args:
         encode: knob values to whole numbers.
-        spans: by knob, the largest difference of its numbers where they are ordered, 0 where they only differ or not.
+        spans: by knob, the largest difference of its numbers if ordered, else 0.
     """
 
     def __init__(self, large: LargeSpace, features: Features, encode: Encode, spans: Mapping[str, float]) -> None:
@@ -443,9 +445,9 @@ class Lookup:
         self._spans = np.array(list(spans.values()))
 
     def nearest(self, point: Mapping[str, int], rng: random.Random) -> Candidate:
-        """The layout nearest to ``point``, and the nearest of all that goes with it; ties at random.
+        """Return the layout nearest to ``point``, with the nearest choice of every other part; ties at random.
 
-        The distance is a sum over knobs, and parts of a candidate share no knob: nearest in each is nearest overall.
+        The distance is a sum over knobs, and parts share no knob, so the nearest parts form the nearest candidate.
         """
         wanted = np.array([point[name] for name in self._names])
         frame = self._large.space.frames[self._closest(self._frames, wanted, rng)]
@@ -487,7 +489,8 @@ def _first(frame: Frame, space: Space) -> Candidate:
 
 
 def without_effect(candidate: Candidate) -> frozenset[str]:
-    """Knobs that have no effect in this candidate because of another one; conditional search leaves them open."""
+    """Return the knobs without effect in this candidate because of another knob. Conditional search leaves them
+    open."""
     layout, loader = candidate.layout, candidate.loader
     has_workers = loader.num_workers > 0
     conditions: Sequence[tuple[bool, tuple[str, ...]]] = (
@@ -505,15 +508,16 @@ def without_effect(candidate: Candidate) -> frozenset[str]:
     return frozenset(name for is_met, names in conditions if not is_met for name in names)
 
 
-# Neighbours: the legal candidates that differ little from one, in a space that is too large to list
+# Neighbours: legal candidates with small differences from one, in a space too large to list
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 MAX_FIELDS = 4
-"""Fields in which the layouts of neighbours may differ: pp, its schedule, chunks and layers, or two degrees."""
+"""Most fields in which the layouts of neighbours differ: pp, its schedule, chunks and layers, or two degrees."""
 
 
 def neighbours(large: LargeSpace, candidate: Candidate) -> list[Candidate]:
-    """The neighbours of ``candidate``: another layout or micro-batch size, or another choice of one further part."""
+    """Return the neighbours of ``candidate``: another layout or micro-batch size, or another choice of one other
+    part."""
     found = dict.fromkeys(_near(large, candidate))
     found.pop(candidate, None)
     return [near for near in found if large.is_legal(near)]
@@ -538,6 +542,6 @@ def _is_near(frame: Frame, candidate: Candidate) -> bool:
 
 
 def _kind(recompute: Recompute) -> tuple[bool, tuple[str, ...], bool]:
-    """Kind of a recompute policy, without the numbers of layers, which follow from the layout."""
+    """Return the kind of a recompute policy, without numbers of layers, which follow from the layout."""
     patterns = tuple(part.pattern for part in recompute.selective)
     return bool(recompute.full), patterns, bool(recompute.communication)

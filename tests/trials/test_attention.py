@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -81,6 +82,39 @@ def test_the_number_format_is_that_of_the_attention_operator():
     assert planned() == (BF16, "flash")
     assert planned(black=("scaled_dot_product_attention",)) == (FP32, "efficient")
     assert planned(black=("linear",)) == (BF16, "flash")
+
+
+@pytest.mark.parametrize(
+    ("layout", "capability", "chosen", "runs", "kernel"),
+    [
+        (Layout(cp=2), (9, 0), SDPBackend.CUDNN_ATTENTION, True, "cudnn"),
+        (Layout(cp=2, cp_method="ring"), (10, 0), SDPBackend.CUDNN_ATTENTION, True, "cudnn"),
+        (Layout(cp=2), (9, 0), SDPBackend.CUDNN_ATTENTION, False, "flash"),
+        (Layout(cp=2), (9, 0), SDPBackend.FLASH_ATTENTION, True, "flash"),
+        (Layout(cp=2), (8, 0), SDPBackend.CUDNN_ATTENTION, True, "flash"),
+        (Layout(cp=2, cp_method="ulysses"), (9, 0), SDPBackend.CUDNN_ATTENTION, True, "flash"),
+    ],
+)
+def test_parts_of_the_keys_take_cudnn_where_whole_sequences_do(layout, capability, chosen, runs, kernel, monkeypatch):
+    """The device's answers are given here: there is no Hopper."""
+    tried = []
+
+    def attempt(plan, *_):
+        tried.append(plan.kernel)
+        if not runs:
+            raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("trials.kernels.capability", lambda _: capability)
+    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_, **__: chosen.value)
+    monkeypatch.setattr("trials.kernels._try_parts", attempt)
+    spec = tiny_spec(layout, precision=Precision(level="O2", dtype="bfloat16"))
+    assert attention_plan(spec, SHAPE, torch.device("cpu")).kernel == kernel
+    assert kernel != "cudnn" or tried == ["cudnn"], "it is tried before use"
+
+
+def test_torch_can_be_asked_for_its_choice_of_kernel():
+    q = torch.zeros(1, 2, 128, 8, dtype=BF16, requires_grad=True)
+    assert torch._fused_sdp_choice(q, q, q, is_causal=True, enable_gqa=False) == SDPBackend.FLASH_ATTENTION.value
 
 
 CP = 4

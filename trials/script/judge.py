@@ -192,8 +192,7 @@ def failure(
     where: str,
     is_megatron: bool,
 ) -> Exception | None:
-    """Return the error to raise for a program that ended before its steps were measured; None if only its exit code is
-    known.
+    """Return the error to raise for a program that ended before its steps were measured; None if its exit code is all.
 
     Args:
         where: its progress, as a clause: ``after 3 of 10 steps``.
@@ -229,7 +228,7 @@ REPORT_SLACK_S = 0.2
 MOST_MISSED = 0.75
 """Smallest fraction of another source's steps that a hook counts, if both count the same steps."""
 MOST_MOVED = 4
-"""The measured steps move on by at most so many times their number, see :meth:`Judge.settle`."""
+"""Limit on moving the measured steps, as a multiple of their number; see :meth:`Judge.settle`."""
 NORMS_IN_A_ROW = 3
 """Consecutive non-finite gradient norms that mean divergence; fewer are steps skipped by loss scaling."""
 SHARDS_TOLERANCE = 0.7
@@ -278,13 +277,13 @@ class Judge:
         return self._measured.start - 1
 
     def settle(self, *, is_last: bool = False) -> bool:
-        """Move the measured steps on while they use up batches that worker processes had loaded before them.
+        """Move the measured steps forward while they use batches that worker processes had loaded before them.
 
-        Workers get ahead while the program starts and the hook looks at its first steps. Until that lead is gone, steps
-        take less time than loading does. Returns whether the measured steps are final.
+        Workers get ahead while the program starts and the hook inspects its first steps. Until that lead is used up,
+        steps take less time than loading. Return whether the measured steps are final.
 
         Args:
-            is_last: whether to accept the present ones if no further steps are there.
+            is_last: whether to accept the current ones if there are no further steps.
         """
         most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
         while self._is_ahead():
@@ -298,8 +297,8 @@ class Judge:
         return True
 
     def _is_ahead(self) -> bool:
-        """Whether fewer loaded batches are left after the measured steps than were there before, or the hook looked at
-        the program within them."""
+        """Whether fewer loaded batches are left after the measured steps than before them, or the hook inspected the
+        program during them."""
         before, last = self._measured.start - 1, self._measured.stop - 1
         for series in self._book.series.values():
             ahead = series.by_step("batches_ahead")

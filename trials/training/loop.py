@@ -263,8 +263,7 @@ class Gradients:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Give every gradient its parameter's form: summed over the tensor-parallel group, and placed like the
-        parameter.
+        """Complete every gradient: summed over the tensor-parallel group, and placed like its parameter.
 
         Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the embedding).
         """
@@ -278,8 +277,7 @@ class Gradients:
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """Return this rank's share of the squared global gradient norm; the sum over all ranks is the square of the
-        norm.
+        """Return this rank's share of the squared global gradient norm; summed over all ranks, it is the squared norm.
 
         Each rank adds its local squares, divided by the number of ranks that hold the same elements, so one rule covers
         every mixture of replication and sharding. The result is a scalar in the widest available format.
@@ -633,14 +631,12 @@ class Stage(PipelineStage):
         return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the operations with which torch before 2.12 connects ranks first; none to itself, at the turn of a
-        V."""
+        """Return the operations with which torch before 2.12 connects ranks; none to itself, at the turn of a V."""
         rank = dist.get_rank()
         return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != rank]
 
     def _shape_inference(self, *args: Any, **options: Any) -> Any:
-        """Adapt torch before 2.12, which has this instead of :meth:`_compute_outputs` and calls it as the stage's
-        module."""
+        """Adapt torch before 2.12, which calls this as the stage's module instead of :meth:`_compute_outputs`."""
         module = self.submod
         self.submod = functools.partial(self._compute_outputs, module=module)  # type: ignore[assignment]
         try:
@@ -700,8 +696,7 @@ class Pipeline:
         return torch.stack(self._losses[-self._num_microbatches :]).mean()
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss for the schedule's backward pass: gradients of the mean over micro-batches, scaled for 16
-        bits."""
+        """Return the loss for the schedule's backward pass: for gradients of the mean over micro-batches, scaled."""
         self._marker.mark("bubble")
         with self._context():
             loss = self._loss(outputs, targets)

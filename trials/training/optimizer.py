@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from torch.optim.adamw import adamw
 
 WORKSPACE_BYTES = 128 << 20
-"""Most bytes of fp32 copies of 16-bit gradients at a time: enough for kernels of about 0.1 ms."""
+"""Maximum bytes of fp32 copies of 16-bit gradients at a time: enough for kernels of about 0.1 ms."""
 
 
 def options_of(config: AdamW) -> dict[str, Any]:

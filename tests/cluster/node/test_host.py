@@ -22,6 +22,7 @@ from cluster.local import LocalCluster
 from cluster.node import load_watch
 from cluster.node.agent import Agent
 from cluster.node.load_watch import (
+    DeviceWatch,
     LoadWatch,
     OomKills,
     available_bytes,
@@ -30,10 +31,10 @@ from cluster.node.load_watch import (
     shortage,
     with_devices,
 )
-from tests.cluster.gangs import PRELOAD, living, run
+from tests.cluster.gangs import PRELOAD, living, run, wait_until
 from tests.support import ROOT
 from trials.failure import classify
-from trials.health import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
+from trials.health import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed, reasons_in
 from trials.outcome import GangLost, HostOutOfMemory
 
 BURN = "import sys, time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: pass"
@@ -48,6 +49,26 @@ CLOCKS = """\
 
 def called(*names):
     return [DeviceHandle(name=name) for name in names]
+
+
+SMI = """#!/bin/sh
+case "$1" in
+--help-query-gpu) echo '"{known}"' ;;
+--query-gpu=*{known},*) echo '0, GPU-0, 0x40, 1755, 1980, 61, 9000, 97, 410.25' ;;
+--query-gpu=*) echo 'Field is not a valid field to query.'; exit 2 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("known", ["clocks_event_reasons.active", "clocks_throttle_reasons.active"])
+def test_reasons_for_lower_clocks_are_read_under_the_name_that_the_driver_knows(known, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI.format(known=known))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    watch = DeviceWatch(called("0"), tmp_path)
+    wait_until(watch.samples, "a sample")
+    assert watch.end(Disturbance(node="n", seconds=9.0), ()).throttled_by == reasons_in(0x40) != ()
 
 
 @pytest.fixture
