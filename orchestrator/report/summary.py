@@ -28,7 +28,7 @@ from orchestrator.report.result_schema import (
 )
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.events import CandidatesPruned, Note, ProfileRun, RatioInterval, Verdict
+from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, UserNote, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.units import Virtual, predicted_text, watermark_line
@@ -146,7 +146,7 @@ class Summary:
     """The most disturbed of them."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are not sequences."""
-    notes: tuple[tuple[int | None, Note], ...] = ()
+    notes: tuple[tuple[int | None, UserNote], ...] = ()
     """People's notes: on the sweep (None), then on trials by number."""
     confirmed: ConfirmedFigures | None = None
     """The finalist of the verdict's ratio, as the rounds measured it; None without a verdict or such rounds."""
@@ -215,14 +215,14 @@ class Summary:
         }
 
 
-def notes_of(state: SweepState) -> tuple[tuple[int | None, Note], ...]:
+def notes_of(state: SweepState) -> tuple[tuple[int | None, UserNote], ...]:
     """People's notes: on the sweep (None), then on trials by number."""
     trials = (state.trials[number] for number in state.noted)
     own = ((None, state.note),) if state.note is not None else ()
     return (*own, *((trial.number, trial.note) for trial in trials if trial.note is not None))
 
 
-def note_json(trial: int | None, note: Note) -> NoteDocument:
+def note_json(trial: int | None, note: UserNote) -> NoteDocument:
     """A note in documents; ``trial`` is None for the sweep's."""
     return {"trial": trial, "text": note.text, "tags": dict(note.tags), "by": note.by, "at_s": note.at_s}
 

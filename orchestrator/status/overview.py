@@ -20,7 +20,7 @@ from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.tables import progress_cell, trial_cell
 from orchestrator.report.view import Cell, Column, Mood, ShownRow, ShownTable
 from orchestrator.space.notation import short_name
-from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, Note, TrialProposed
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed, UserNote
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Observer, Snapshot, is_at_work, read_snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
@@ -139,7 +139,7 @@ class RunningTrial:
     """Description of a check; empty for a trial of the search."""
     running_s: float
     """Seconds since its launch."""
-    note: Note | None
+    note: UserNote | None
     """A person's note on it, if any."""
 
     def to_json(self) -> dict[str, Any]:

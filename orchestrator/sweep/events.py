@@ -382,7 +382,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class UserNote:
     """A person's note on a sweep or a trial: the latest text, and tags."""
 
     text: str = ""
