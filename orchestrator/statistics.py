@@ -32,9 +32,8 @@ MIN_DIFFERENCE = 0.01
 _MAX_EFFECT = 50.0
 """Largest half-width of a log ratio, so that ends of intervals stay finite."""
 _NUM_DRAWS = 4000
+# With fewer samples, the range of the resampled medians covers less than 95%, so Student's t of the logarithms is used.
 _MIN_TO_RESAMPLE = 5
-"""With fewer samples, the range of the resampled medians covers less than 95%, so Student's t of the logarithms is
-used."""
 
 
 @dataclass(frozen=True, slots=True)

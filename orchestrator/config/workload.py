@@ -295,7 +295,7 @@ class TokenFileSection(Section):
 
     NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
     TYPE_CODES: ClassVar[Mapping[str, str]] = {"uint8": "B", "uint16": "H", "int32": "i", "int64": "q"}
-    """The same for Python's arrays."""
+    """Type codes of Python's ``array`` module."""
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TokenFileData:
@@ -336,7 +336,7 @@ class RandomSection(Section):
         return RandomData()
 
     def check_files(self, model: Model, seq_length: int) -> None:
-        """Nothing to read."""
+        """Check nothing: random data needs no files."""
 
 
 class OptimizerSection(Section):
@@ -348,9 +348,14 @@ class OptimizerSection(Section):
     beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
     eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
     weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
+    clip_norm: Positive | None = Field(
+        default=None,
+        description="Largest global gradient norm: larger gradients are scaled down to it before the update, after "
+        "the loss scale is removed. null: no clipping.",
+    )
 
     def to_optimizer(self) -> AdamW:
-        return AdamW(**self.model_dump(exclude={"kind"}))
+        return AdamW(**self.model_dump(exclude={"kind"}, exclude_none=True))
 
 
 ModelSection = LlamaSection | ResNetSection | LinearSection | HuggingFaceSection

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.diagnosis.remedies import (
     KnobChange,
@@ -393,7 +393,18 @@ def _part_bottleneck(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
     if whole - seconds >= MIN_SHOWN * case.parts.step_time_s:
         lines.append(f"another {milliseconds(whole - seconds)} is waiting for the slowest rank")
     remedies = find_remedies(kind, case.trial, _shorter_bubbles(case), case.view) if kind == "bubble" else None
-    return _bottleneck(case, kind, seconds, found[0].source, lines, remedies)
+    made = _bottleneck(case, kind, seconds, found[0].source, lines, remedies)
+    more = _more_workers(case) if kind == "io" and made.remedy is None else ""
+    return replace(made, note="; ".join(filter(None, (made.note, more))))
+
+
+def _more_workers(case: DiagnosedCase) -> str:
+    """What to add to the sweep if no candidate has more loading processes than this trial; else empty."""
+    workers = _num_workers(case)
+    others = [_own_workers(change.candidate, case.roles) for change in case.changes]
+    if not workers or any((other or 0) > workers for other in others):
+        return ""
+    return f"no candidate has more than {workers} loading processes: add {2 * workers} to num_workers"
 
 
 def _shorter_bubbles(case: DiagnosedCase) -> list[KnobChange]:
@@ -480,13 +491,20 @@ def _io_evidence(case: DiagnosedCase) -> list[str]:
 def _num_workers(case: DiagnosedCase) -> int | None:
     """Data-loading processes of a rank, from a built-in or a custom knob; None if only the program decides."""
     candidate = case.trial.candidate
-    for choice in candidate.own:
-        if meaning(choice.name, choice.value, roles=case.roles) == "num_workers":
-            return int(float(str(choice.value)))
+    if (own := _own_workers(candidate, case.roles)) is not None:
+        return own
     script = case.measurement.findings.script
     if script is not None and not candidate.loader.num_workers:
         return script.facts.num_workers
     return candidate.loader.num_workers
+
+
+def _own_workers(candidate: Candidate, roles: Mapping[str, str]) -> int | None:
+    """Data-loading processes by a custom knob, or by the built-in one; None if neither is set."""
+    for choice in candidate.own:
+        if meaning(choice.name, choice.value, roles=roles) == "num_workers" and str(choice.value).isdigit():
+            return int(str(choice.value))
+    return candidate.loader.num_workers or None
 
 
 def _bubble_evidence(case: DiagnosedCase) -> list[str]:

@@ -27,7 +27,7 @@ from orchestrator.planning.predictions import PriorKnowledge
 from orchestrator.proof.progress import confirmation
 from orchestrator.search.predictor import UnknownDimensionsError, UnpredictableError, make_predictor
 from orchestrator.space.knobs import roles_of
-from orchestrator.space.notation import flat_params
+from orchestrator.space.notation import diff, flat_params
 from orchestrator.space.space import LargeSpace, neighbours
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.ledger import Ledger, LedgerError
@@ -219,7 +219,15 @@ class _Diagnoser:
             roles=self._basis.roles,
         )
         advice = advise(self._observed(trial))
-        return Diagnosis(trial=trial.number, role=role, parts=parts, bottlenecks=diagnose(case), advice=advice)
+        baseline = self._state.baseline
+        return Diagnosis(
+            trial=trial.number,
+            role=role,
+            parts=parts,
+            bottlenecks=diagnose(case),
+            advice=advice,
+            changed=diff(trial.candidate, baseline.candidate) if baseline is not None else {},
+        )
 
     def _observed(self, trial: Trial) -> Observed:
         assert trial.measurement is not None, "only measured trials are diagnosed"

@@ -21,13 +21,14 @@ from orchestrator.diagnosis.values import Kind, Remedy
 from orchestrator.objective import Objective
 from orchestrator.search.acquisition import Posterior, Residual, Seen, condition, learn, probability_fits
 from orchestrator.search.predictor import LOCAL_STD, Predictor, estimate_rows, log_device_seconds, of_candidates
+from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import diff
 from orchestrator.space.space import without_effect
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, speed_ratio, verdict
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
 from trials.outcome import OutOfMemory
-from trials.spec import Candidate, LlamaModel, ResNetModel, UserModel, Workload, decoder_of
+from trials.spec import Candidate, LlamaModel, ResNetModel, ScriptModel, UserModel, Workload, decoder_of
 
 # Predictions of the cost model for a sweep's candidates, corrected by its trials, as used by the guided search.
 
@@ -257,6 +258,9 @@ IMPLIED: Mapping[str, frozenset[str]] = {
 FOLLOWING = frozenset({"world_size", "tp_engine"})
 """Knobs that any other knob may imply: from degrees, or from schedule and recompute if the engine is auto."""
 
+IN_DDP = tuple(f"{INSIDE}:{name}" for name in ("ddp_bucket_mb", "ddp_gradient_as_bucket_view", "ddp_static_graph"))
+"""Knobs set inside programs that use DistributedDataParallel."""
+
 HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "memory": (
         *("recompute", "zero_stage", "dp_shard", "micro_batch_size", "sequence_parallel", "shard_embedding"),
@@ -268,7 +272,7 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "communication": (
         *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "pp", "cp"),
-        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size"),
+        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size", *IN_DDP),
     ),
     "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
@@ -366,6 +370,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()
         pointless |= set() if isinstance(workload.model, UserModel) else {"tp", "pp"}
+    pointless |= set() if isinstance(workload.model, ScriptModel) and candidate.layout.dp > 1 else set(IN_DDP)
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
 

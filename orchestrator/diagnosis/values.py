@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from scipy import stats
@@ -207,6 +207,8 @@ class Diagnosis:
     """The one that matters most first; empty if the step was not split."""
     advice: tuple[str, ...] = ()
     """Changes that cost nothing, one sentence each, with the figure behind it."""
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Maps the knobs in which it differs from the baseline to pairs (value of the baseline, value here)."""
 
     @property
     def bottleneck(self) -> Bottleneck | None:
@@ -215,6 +217,7 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         return {
             "role": self.role,
+            "changed": {name: {"from": old, "to": new} for name, (old, new) in self.changed.items()},
             **self.parts.to_json(),
             "bottleneck": self.bottleneck.kind if self.bottleneck else None,
             "losses": [one.to_json() for one in self.bottlenecks],

@@ -376,6 +376,12 @@ def _present(
         yield from ((name, value) for value in values if str(value) == now)
 
 
+def worker_counts(present: int, cores: int) -> list[int]:
+    """Numbers of loader workers of a rank to try: the present one, none, and some for its share of the cores."""
+    more = (4, 8) if cores >= 8 else (2, 4) if cores >= 4 else (2,)
+    return sorted({present, 0, *more})
+
+
 def usual_variables(*, is_gpu: bool, cores: int) -> Knobs:
     """Tunable in any program: environment variables."""
     if is_gpu:

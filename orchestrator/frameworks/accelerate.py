@@ -414,7 +414,7 @@ _RUN: tuple[Setting, ...] = (
     ),
     fixed(f"{ARGUMENTS}:optim", "adamw_torch"),
     fixed(f"{ARGUMENTS}:lr_scheduler_type", "constant"),
-    fixed(f"{ARGUMENTS}:max_grad_norm", 0.0),
+    option(f"{_OPTIMIZER}.clip_norm", f"{ARGUMENTS}:max_grad_norm", of=float),
     fixed(f"{ARGUMENTS}:dataloader_drop_last", True),
     fixed(f"{ARGUMENTS}:output_dir", "output"),
     own_data("the data are read by your script"),

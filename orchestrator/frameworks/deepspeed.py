@@ -368,7 +368,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{_OPTIMIZER}.weight_decay", f"{_PARAMS}.weight_decay"),
     fixed(f"{_PARAMS}.torch_adam", True),
     fixed(f"{_PARAMS}.adam_w_mode", True),
-    fixed(f"{FILE}:gradient_clipping", 0.0),
+    option(f"{_OPTIMIZER}.clip_norm", f"{FILE}:gradient_clipping", of=float),
     fixed(f"{FILE}:dataloader_drop_last", True),
     own_data("the data are read by your script"),
     own_seed(),

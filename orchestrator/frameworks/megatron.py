@@ -113,11 +113,10 @@ _ARCHITECTURE = {
 _FRAME = {
     "--optimizer": "adam",
     "--lr-decay-style": "constant",
-    "--clip-grad": 0.0,
     "--split": "1,0,0",
     "--eval-iters": 0,
 }
-"""Arguments for the runner's constant learning rate, without clipping or evaluation."""
+"""Arguments for the runner's constant learning rate, without evaluation."""
 
 
 def _write_kind(builder: SettingsBuilder) -> None:
@@ -543,6 +542,7 @@ ROWS: tuple[Setting, ...] = (
     option("workload.optimizer.beta1", "--adam-beta1", of=float),
     option("workload.optimizer.beta2", "--adam-beta2", of=float),
     option("workload.optimizer.eps", "--adam-eps", of=float),
+    option("workload.optimizer.clip_norm", "--clip-grad", of=float),
     weight_decay_but_norms("--weight-decay"),
     row("workload.seed", "--seed", _write_seed, _read_seed),
     custom(("workload.data",), (), _write_data),

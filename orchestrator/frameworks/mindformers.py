@@ -110,7 +110,6 @@ _FRAME = {
     "parallel.parallel_mode": 1,
     "parallel.gradients_mean": True,
     "runner_wrapper.type": "MFTrainOneStepCell",
-    "runner_wrapper.use_clip_grad": False,
     "optimizer.type": "AdamW",
     "lr_schedule.type": "ConstantWarmUpLR",
     "lr_schedule.warmup_ratio": 0.0,
@@ -122,7 +121,7 @@ _FRAME = {
     "train_dataset.drop_remainder": True,
     "train_dataset_task.type": "CausalLanguageModelDataset",
 }
-"""Settings for training as in the runner: semi-automatic parallel graph mode, constant learning rate, no clipping."""
+"""Settings for training as in the runner: semi-automatic parallel graph mode, constant learning rate."""
 _ARCHITECTURE = {
     "model.arch.type": "LlamaForCausalLM",
     f"{MODEL}.type": "LlamaConfig",
@@ -518,6 +517,20 @@ def _read_attention(found: Found) -> dict[str, Any]:
     return {"kernels.attention": "flash" if found.is_on(FLASH) else "math"} if FLASH in found else {}
 
 
+_CLIPS, _CLIP_NORM = "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm"
+
+
+def _write_clip_norm(builder: SettingsBuilder) -> None:
+    norm = builder.workload.optimizer.clip_norm
+    builder.settings[_CLIPS] = norm > 0
+    if norm:
+        builder.settings[_CLIP_NORM] = norm
+
+
+def _read_clip_norm(found: Found) -> dict[str, Any]:
+    return {"workload.optimizer.clip_norm": float(found[_CLIP_NORM]) if found.is_on(_CLIPS) else 0.0}
+
+
 ROWS: tuple[Setting, ...] = (
     custom(
         ("workload.model.kind", "workload.model.resnet", "workload.model.linear"),
@@ -530,6 +543,7 @@ ROWS: tuple[Setting, ...] = (
     option("workload.optimizer.lr", "lr_schedule.learning_rate"),
     betas("optimizer.betas"),
     option("workload.optimizer.eps", "optimizer.eps"),
+    custom(("workload.optimizer.clip_norm",), (_CLIPS, _CLIP_NORM), _write_clip_norm, _read_clip_norm),
     weight_decay_but_norms("optimizer.weight_decay"),
     number("workload.seed", "seed"),
     custom(("workload.data",), (), _write_data),

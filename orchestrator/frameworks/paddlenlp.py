@@ -85,11 +85,10 @@ _FRAME = {
     "split": "1,0,0",
     "do_train": True,
     "max_steps": 100,
-    "max_grad_norm": 0.0,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
 }
-"""Arguments for the runner's constant learning rate, without clipping; the user sets the paths."""
+"""Arguments for the runner's constant learning rate; the user sets the paths."""
 _ARCHITECTURE = {
     f"{MODEL}architectures": ["LlamaForCausalLM"],
     f"{MODEL}model_type": "llama",
@@ -413,6 +412,7 @@ ROWS: tuple[Setting, ...] = (
     option("workload.optimizer.beta1", "adam_beta1"),
     option("workload.optimizer.beta2", "adam_beta2"),
     option("workload.optimizer.eps", "adam_epsilon"),
+    option("workload.optimizer.clip_norm", "max_grad_norm", of=float),
     weight_decay_but_norms("weight_decay"),
     number("workload.seed", "seed"),
     custom(("workload.data",), (), _write_data),

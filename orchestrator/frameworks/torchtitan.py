@@ -427,6 +427,14 @@ def _read_recompute(found: Found) -> dict[str, Any]:
     return {}
 
 
+_NO_CLIPPING = 1e30
+"""Gradient norm that is never reached: torchtitan always clips."""
+
+
+def _read_clip_norm(norm: Any) -> float:
+    return 0.0 if norm >= _NO_CLIPPING else float(norm)
+
+
 ROWS: tuple[Setting, ...] = (
     custom(
         ("workload.model.kind", "workload.seq_length", "workload.model.resnet", "workload.model.linear"),
@@ -450,7 +458,7 @@ ROWS: tuple[Setting, ...] = (
         _read_precision,
     ),
     unable("precision.white", "precision.black", message="no autocast, so no operator lists"),
-    fixed("training.max_norm", 1e30),
+    option(f"{OPTIMIZER}.clip_norm", "training.max_norm", to=lambda norm: norm or _NO_CLIPPING, of=_read_clip_norm),
     fixed("training.disable_cuda_graphs", True),
     row(("kernels.compile", "kernels.backend"), (COMPILE, COMPONENTS, COMPILER), _write_compile, _read_compile),
     lacking(

@@ -120,7 +120,7 @@ class TrainerArguments:
         elif not is_in_command and name in self.edit.files and PurePath(given).name == self.edit.names.get(name):
             self._document.put({name: documents.load(self.edit.files[name], given)})
 
-    # ---- where they stand ----
+    # ---- places of arguments ----
 
     @property
     def words(self) -> Words:
@@ -319,7 +319,7 @@ class ShardingEngine:
     def is_set(self, name: str) -> bool:
         return as_truth(self.variable(name)) is True
 
-    # ---- which it is ----
+    # ---- selection of the engine ----
 
     @property
     def by_arguments(self) -> Literal["deepspeed", "fsdp"] | None:

@@ -456,7 +456,7 @@ def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], ca
 
 
 def _launcher(words: list[str], world_size: int) -> list[str]:
-    """torchrun in front of a command for whose ranks it is needed."""
+    """Lines of the start script that run the command under torchrun."""
     program = words[1:] if words and Path(words[0]).name in _PYTHON else ["--no-python", *words]
     python = words[0] if words and Path(words[0]).name in _PYTHON else "python3"
     return [

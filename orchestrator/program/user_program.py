@@ -60,7 +60,7 @@ class Script:
     unchanged: Candidate | None = None
     """The candidate of the unmodified command; None if the file's baseline differs from it."""
     baseline: Candidate | None = None
-    """Trial 0."""
+    """The candidate of trial 0."""
     trial_args: tuple[str, ...] = ()
     """Arguments that only trials have."""
     seed: int | None = None

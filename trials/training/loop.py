@@ -56,7 +56,7 @@ from trials.recompute import RecomputeMeter, apply_recompute
 from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
 from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages_total
 from trials.spec import Candidate, Layout, Precision, TrialSpec
-from trials.training.optimizer import build_optimizer
+from trials.training.optimizer import build_optimizer, multiply
 
 # ---- One optimiser step: micro-batches forward and backward, global gradient norm, update
 
@@ -74,6 +74,10 @@ class StepResult:
 
 _ROW = 1 << 16
 """Number of elements whose squares fp32 sums with an error of only a few units in the last place."""
+
+
+_CLIP_EPS = 1e-6
+"""Added to the gradient norm when clipping, as in PyTorch, Megatron-LM and DeepSpeed."""
 
 
 class Trainer:
@@ -98,8 +102,14 @@ class Trainer:
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self._clip_norm = spec.workload.optimizer.clip_norm
+        self._grad_factor: float | Tensor = 1.0
         self.optimizer = build_optimizer(
-            spec.workload.optimizer, self.gradients.held, self.scaler, device, on_host=candidate.offload.optimizer
+            spec.workload.optimizer,
+            self.gradients.held,
+            device,
+            grad_factor=lambda: self._grad_factor,
+            on_host=candidate.offload.optimizer,
         )
         # Among the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
@@ -147,14 +157,22 @@ class Trainer:
         """Update, with loss scaling only if the gradients are finite, which the host must wait for; then adjust the
         scale. All ranks decide alike, because the totals are the gang's."""
         scaler = self.scaler
-        if scaler is None:
-            self._update()
-            return
-        finite = self._is_finite(totals)
+        finite = scaler is None or self._is_finite(totals)
         if finite:
-            self.gradients.unscale(scaler.scale)
+            self._grad_factor = self._factor_for(totals[1])
+            self.gradients.multiply(self._grad_factor)
             self._update()
-        scaler.update(finite=finite)
+        if scaler is not None:
+            scaler.update(finite=finite)
+
+    def _factor_for(self, norm: Tensor) -> float | Tensor:
+        """Return what gradients are multiplied by before the update: it removes the loss scale and, if their unscaled
+        ``norm`` exceeds the limit, clips them to it. With clipping it stays on the device, equal on every rank."""
+        unscaling = 1.0 / self._scale()
+        if not self._clip_norm:
+            return unscaling
+        clipping = (self._clip_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+        return (unscaling * clipping).to(torch.float32)
 
     def _is_finite(self, totals: Tensor) -> bool:
         return bool(torch.isfinite(totals[1]).item())
@@ -290,11 +308,11 @@ class Gradients:
         return total
 
     @torch.no_grad()
-    def unscale(self, scale: float) -> None:
-        """Divide fp32 gradients by ``scale``; 16-bit ones are left to the optimiser with fp32 masters."""
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply fp32 gradients by ``factor``; 16-bit ones are left to the optimiser with fp32 masters."""
         grads = [grad for grad in gradients_of(self.held) if grad.dtype == torch.float32]
         if grads:
-            torch._foreach_mul_(grads, 1.0 / scale)
+            multiply(grads, factor)
 
 
 def _square_sum(tensors: list[Tensor]) -> Tensor:
