@@ -10,7 +10,6 @@ from orchestrator.objective import unit_legend
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.statistics import relative_spread
 from orchestrator.sweep.events import (
-    Annotation,
     Check,
     ConfirmationRun,
     Evaluation,
@@ -20,6 +19,7 @@ from orchestrator.sweep.events import (
     SoakReport,
     SoakRun,
     StepsJudged,
+    UserNote,
 )
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from trials.health import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, DeviceHealth, Disturbance, UsageKind
@@ -105,7 +105,7 @@ PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
 }
 
 
-def note_text(note: Annotation | None) -> str:
+def note_text(note: UserNote | None) -> str:
     """``note: slow switch that day; team=vision (anna@desk)``; empty without a note."""
     if note is None:
         return ""
