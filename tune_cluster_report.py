@@ -88,7 +88,13 @@ class Channel:
         self._append(_line(source, values))
         if self._written > MAX_FILE_BYTES - 2 * MAX_LINE_BYTES:
             self._append(
-                _line(source, {"event": "note", "text": f"{MAX_FILE_BYTES} bytes are reached, silent from now"})
+                _line(
+                    source,
+                    {
+                        "event": "note",
+                        "text": f"the limit of {MAX_FILE_BYTES} bytes is reached; later lines are dropped",
+                    },
+                )
             )
 
     def _open(self, folder: str) -> None:

@@ -1,2 +1,2 @@
-"""Leases nodes, runs gangs of ranks on them, and predicts what candidates take there. Imports ``trials`` and knows
-nothing of sweeps; only the room ``ray`` imports Ray."""
+"""Leases nodes, runs gangs of ranks on them, and predicts candidates' speed and memory. Imports ``trials``, and does
+not depend on sweeps. Only the room ``ray`` imports Ray."""

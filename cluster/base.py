@@ -95,8 +95,7 @@ class Cluster(Protocol):
     """A lease on nodes, which may grow and shrink. Not thread-safe: one controller uses it from one thread.
 
     ``test_<name>`` in ``tests/cluster/test_conformance.py`` checks each obligation, unless another file is named. Time
-    is
-    the host's; on virtual clusters, that of their clock.
+    is the host's; on virtual clusters, that of their clock.
 
     Obligations of every backend (local, ray, simulated):
 

@@ -31,8 +31,8 @@ def connect(
         preload: modules the fork servers import once for all ranks.
 
     Raises:
-            ClusterError: the address does not answer, the cluster cannot fulfil the request (in time), or every node is
-                excluded.
+        ClusterError: the address does not answer, the cluster cannot fulfil the request (in time), or every node is
+            excluded.
     """
     wait = _Wait(request, on_wait)
     try:

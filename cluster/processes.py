@@ -51,7 +51,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def children() -> list[int]:
-    """Pids of this single-threaded process's children, adopted ones included."""
+    """Return the pids of this single-threaded process's children, including adopted ones."""
     pid = os.getpid()
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -78,7 +78,7 @@ def kill_descendants(timeout_s: float = math.inf) -> list[int]:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL a child that has not been reaped."""
+    """Send SIGKILL to a child that has not been reaped."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -177,8 +177,7 @@ def collapse_pages() -> None:
     """Move this process's heap into huge pages, if the kernel supports it (Linux 6.1).
 
     Forking and ending a process costs time per mapped page. With torch's heap of 140 MiB, this saves three quarters of
-    a
-    fork's time and half of a child's lifetime.
+    a fork's time and half of a child's lifetime.
     """
     for mapping in Path("/proc/self/maps").read_text().splitlines():
         span, access, _, _, _, *name = mapping.split()

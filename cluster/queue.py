@@ -211,7 +211,7 @@ class _Division:
         return 0 < granted < claim.max_nodes and self._room(claim) > 0
 
     def _room(self, claim: Claim) -> int:
-        """Nodes left in the user's quota."""
+        """Return the nodes left in the user's quota."""
         quota = self._policy.quota(claim.user)
         if quota is None:
             return self._num_nodes

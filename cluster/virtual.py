@@ -104,7 +104,7 @@ class VirtualCluster:
         self._numbers = itertools.count()
 
     def clock(self) -> float:
-        """Virtual seconds since the lease began."""
+        """Return the virtual seconds since the lease began."""
         return self._now_s
 
     @property

@@ -1,8 +1,7 @@
 """``python -m orchestrator``: the command line, even if the program ``tune-cluster`` is not on PATH.
 
-Without ``-P`` Python imports from the folder it is started in before all others. That folder is the user's, and may
-hold files called like our packages or like those of the standard library: it is taken off the path, unless it is where
-this package itself lies.
+Without ``-P``, Python first imports from the folder it is started in. That folder is the user's, and may contain files
+with the names of our packages or of the standard library. So it is removed from the path, unless this package is in it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 
 def leave_working_folder(path: list[str]) -> None:
-    """Take the folder this process was started in off ``path``, a ``sys.path`` as ``python -m`` begins with it."""
+    """Remove the folder this process was started in from ``path``, a ``sys.path`` as set up by ``python -m``."""
     here, own = Path.cwd().resolve(), Path(__file__).resolve().parent.parent
     if not sys.flags.safe_path and path and here not in (own, Path(sys.prefix)) and Path(path[0]).resolve() == here:
         del path[0]

@@ -2,7 +2,7 @@
 
     from orchestrator.api import load, note, results, submit
 
-    sweep = load("sweep.yaml")               # checked as `submit` checks it
+    sweep = load("sweep.yaml")               # checked as by `submit`
     found = submit("sweep.yaml", max_trials=6)
     found.trials                             # a DataFrame, one row per trial
     found.verdict["winner"]                  # the document of `report --json`
@@ -119,7 +119,7 @@ class Results:
 
 
 def load(file: str | Path) -> SweepSpec:
-    """Reads and checks a sweep file.
+    """Read and check a sweep file.
 
     Raises:
         ConfigError: the file is invalid; the message has file, line, key and remedy.
@@ -135,7 +135,7 @@ def submit(
     wall_time: str | None = None,
     options: Sequence[str] = (),
 ) -> Results:
-    """Runs the sweep of a file to its end, or continues it, and returns its result.
+    """Run the sweep of a file to its end, or continue it, and return its result.
 
     The controller is a separate process; its output goes to stderr. An interrupt ends it as Ctrl-C does in a
     terminal, and calling this again continues the sweep.
@@ -177,7 +177,7 @@ def _run(command: list[str]) -> int:
 
 
 def results(sweep: str, *, home: str | Path = DEFAULT_HOME) -> Results:
-    """Reads a sweep, whether it is running, waiting or has ended.
+    """Read a sweep, whether it is running, waiting or has ended.
 
     Args:
         sweep: its name.
@@ -199,7 +199,7 @@ def note(
     remove_tags: Collection[str] = (),
     home: str | Path = DEFAULT_HOME,
 ) -> None:
-    """Changes the note and tags on a sweep, or on a trial of it, as ``tune-cluster note`` does.
+    """Change the note and tags on a sweep, or on a trial of it, like ``tune-cluster note``.
 
     A running controller records the change within a second or two; without one it is recorded at once.
 

@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentCheck:
-    """One check. ``sample_cpu`` returns words for people, or raises :class:`TroubleError`."""
+    """A check; ``sample_cpu`` returns its result in words, or raises :class:`TroubleError`."""
 
     subject: str
     sample_cpu: Callable[[], str]
@@ -78,7 +78,7 @@ class EnvironmentCheck:
 
 
 class TroubleError(Exception):
-    """A problem: what it is, its severity, and the remedy."""
+    """A problem with its severity and remedy."""
 
     def __init__(self, words: str, remedy: str, level: Level = "warn") -> None:
         super().__init__(words)

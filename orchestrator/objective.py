@@ -1,7 +1,7 @@
-"""The objective of a sweep: what counts as faster, as one pure score, and its words. A higher score is always better.
+"""The objective of a sweep: a pure score of speed, and its wording. A higher score is always better.
 
-A score is ``tokens_per_step / (step_time_s * weight)``, in tokens per second and unit of weight; where samples are no
-sequences, in samples. The objectives differ in the weight alone::
+A score is ``tokens_per_step / (step_time_s * weight)``, in tokens per second and unit of weight, or in samples if
+samples are not sequences. The objectives differ only in the weight::
 
     tokens_per_s_per_device     the devices that the trial uses      how well devices are used
     step_time                   1                                    how soon training ends
@@ -27,15 +27,15 @@ GAINS: Mapping[ObjectiveName, str] = {
     "step_time": "the speed",
     "device_cost": "the tokens per device-hour",
 }
-"""What a ratio of scores is a ratio of, where the two do not use equally many devices: ``1.42x the speed per device``.
-Where they do, every objective means the speed."""
+"""What a ratio of scores refers to if the two use different numbers of devices: ``1.42x the speed per device``. With
+equal numbers, every objective refers to the speed."""
 
 TIMES: Mapping[ObjectiveName, str] = {
     "tokens_per_s_per_device": "device time per step",
     "step_time": "step time",
     "device_cost": "device time of whole nodes per step",
 }
-"""What ``step_time_s * weight`` is called."""
+"""The name of ``step_time_s * weight``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Objective:
 
     name: ObjectiveName = "tokens_per_s_per_device"
     devices_per_node: int = 1
-    """Devices of a node; all are paid for when a trial occupies it."""
+    """Devices of a node; a trial that occupies the node pays for all of them."""
     price_per_device_hour: float | None = None
     """Money in any currency; None: costs are given in device-hours."""
 

@@ -32,8 +32,8 @@ MIN_DIFFERENCE = 0.01
 _MAX_EFFECT = 50.0
 """Largest half-width of a log ratio, so that ends of intervals stay finite."""
 _NUM_DRAWS = 4000
+# With fewer samples, the range of the resampled medians covers less than 95%, so Student's t of the logarithms is used.
 _MIN_TO_RESAMPLE = 5
-"""With fewer samples the range of the resampled medians covers less than 95%: Student's t of the logarithms is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def verdict(ratio: Estimate) -> SpeedVerdict:
 def _median_draws(samples: tuple[float, ...], seed: int, resolution: float = 0.0) -> NDArray[np.float64] | None:
     """Draws from the distribution of the median's estimate, shape (num_draws,); None for a single sample.
 
-    What is rounded away could be anything up to half the resolution, and is the same in all samples at worst.
+    Rounding may hide up to half the resolution, in the worst case equally in all samples.
     """
     if len(samples) < 2:
         return None

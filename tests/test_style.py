@@ -40,6 +40,9 @@ TEXTS = COMMENTS | {
     r"said": "configured, reported, recorded",
     r"nobody": "unknown, or the passive",
     r"by force": "with --force",
+    r"our|ours": "tune-cluster's, the built-in runner's",
+    r"go(?:es)? without|leaves out": "disables, omits",
+    r"stays? as (?:it is|they are)": "is unchanged",
 }
 """In what users read, too: messages, help, pages, documents."""
 NAMES = {

@@ -1,5 +1,5 @@
-"""Trains and measures one candidate in the ranks of a gang. Knows no cluster, sweep or service such as ray or mlflow.
+"""Training and measurement of one candidate in the ranks of a gang. Independent of clusters, sweeps, ray and mlflow.
 
-Most of it imports torch. What the other packages import needs the standard library only: ``spec``, ``outcome``,
-``codec``, ``failure``, ``files``, ``secrets``, ``stages``, ``flops``, ``reports``, ``legality``, parts of ``dryrun``.
+Most modules import torch. Those that other packages import need only the standard library: ``spec``, ``outcome``,
+``failure``, ``files``, ``secrets``, ``sizes``, ``reports``, ``health``, ``legality``, parts of ``dryrun``.
 """

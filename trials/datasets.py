@@ -288,7 +288,7 @@ def collated(samples: list[Any], origin: str) -> Batch:
 
 
 MAX_TEXT_BYTES = 4 << 20
-"""Most bytes of text to read: enough for the steps of a trial, and read in a fraction of a second."""
+"""Maximum bytes of text to read: enough for the steps of a trial, and read in a fraction of a second."""
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -108,6 +108,9 @@ def make_private_folder(path: Path) -> Path:
 
 T = TypeVar("T")
 
+ADDED_LATER: Mapping[str, Any] = {"added_later": True}
+"""Metadata of a dataclass field that JSON omits at its default, so that digests of earlier values stay the same."""
+
 _SCALARS = (bool, int, float, str)
 
 
@@ -129,6 +132,9 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if (names := _field_names(value.__class__)) is not None:
         body = {name: to_json(getattr(value, name)) for name in names}
+        for name, default in _omitted_at_default(value.__class__):
+            if body[name] == default:
+                del body[name]
         kind = getattr(type(value), "kind", None)
         return {"kind": kind, **body} if isinstance(kind, str) else body
     raise TypeError(f"cannot encode {type(value).__name__}")
@@ -303,6 +309,12 @@ def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode
 def _field_names(cls: Any) -> tuple[str, ...] | None:
     """Return the names of a dataclass's fields; None for other types."""
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+
+
+@functools.cache
+def _omitted_at_default(cls: Any) -> tuple[tuple[str, Any], ...]:
+    """Return fields marked with :data:`ADDED_LATER`, with their defaults."""
+    return tuple((field.name, field.default) for field in dataclasses.fields(cls) if field.metadata.get("added_later"))
 
 
 def _expect(condition: bool, data: Any, cls: Any) -> Any:

@@ -22,7 +22,7 @@ STOLEN_LIMIT: Final = 0.02
 LOAD_SUFFIX: Final = ".load.json"
 """Suffix of the files in an attempt's folder in which wardens record load, in case the controller dies."""
 MAX_NODES_SHOWN: Final = 8
-"""Most nodes of a gang with recorded figures: those disturbed most."""
+"""Maximum number of nodes with recorded figures: the most disturbed ones of a gang."""
 THROTTLED_BY: Final = {
     "hw_slowdown": 0x08,
     "sw_thermal": 0x20,
@@ -113,7 +113,7 @@ def reasons_in(mask: int) -> tuple[str, ...]:
 
 
 MAX_DEVICES_SHOWN: Final = 8
-"""Most devices of a gang with recorded health."""
+"""Maximum number of devices with recorded health."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

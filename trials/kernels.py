@@ -1,4 +1,4 @@
-"""Graph mode (torch.compile) and the choice of kernels. Knows models, parallelism and precision, but no training."""
+"""Graph mode (torch.compile) and the choice of kernels. Depends on models, parallelism and precision."""
 
 from __future__ import annotations
 
@@ -244,12 +244,12 @@ _HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypa
 
 
 def apply_compile(model: TrainModel, kernels: Kernels) -> None:
-    """Compile in place every layer, equal ones sharing the code, with head and loss, or the model as a whole.
+    """Compile in place every layer (equal layers share code) with head and loss, or the whole model.
 
-    A layer of ours must be one graph, and so must head and loss; the whole model may break into several, as it does at
-    FSDP's hooks. Shapes are fixed within a trial, so every shape gets a graph of its own instead of one for all.
+    A built-in layer must be one graph, and so must head and loss; the whole model may break into several, as it does at
+    FSDP's hooks. Shapes are fixed within a trial, so every shape gets its own graph instead of one dynamic graph.
 
-    A loss in chunks is no part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
+    A chunked loss is not part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
     """
     if kernels.compile == "off":
         return
@@ -273,8 +273,7 @@ class Compilation:
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial in a process compiles and counts for itself; callbacks
-    stay."""
+    """Drop everything compiled so far, so that every trial in a process compiles for itself; callbacks stay."""
     begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
     callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends

@@ -1,4 +1,4 @@
-"""Rules on what the runner can train, each with a reason. Knows ``spec`` and ``failure``; standard library only."""
+"""Rules on what the runner can train, each with a reason. Depends on ``spec``, ``failure``; standard library only."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ LAYOUT_RULES = make_rules(
 
 MAX_PATTERN_CHARS = 200
 MAX_WAYS = 64**4
-"""Most ways to match one path: the number for four unbounded repeats like ``.*`` in a row."""
+"""Maximum number of ways to match one path: that for four unbounded repeats like ``.*`` in a row."""
 _PATH_CHARS = 64
 """Length assumed for an unbounded repeat: about that of an operator's path."""
 

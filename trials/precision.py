@@ -1,4 +1,4 @@
-"""Mixed precision: autocast with custom lists, 16-bit parameters, loss scaling. Knows ``models`` only."""
+"""Mixed precision: autocast with custom lists, 16-bit parameters, loss scaling. Depends only on ``models``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurement of a gang's hardware instead of a candidate. Knows ``parallel.mesh`` and number formats."""
+"""Measurement of a gang's hardware instead of a candidate. Depends on ``parallel.mesh`` and number formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation of activations. Knows models and tensor parallelism."""
+"""Recomputation of activations. Depends on models and tensor parallelism."""
 
 from __future__ import annotations
 

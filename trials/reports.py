@@ -317,7 +317,7 @@ def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:
 
 
 MAX_NOTES = 24
-"""Most notes kept per rank, without duplicates."""
+"""Maximum number of distinct notes kept per rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,7 +563,7 @@ class LossScaleState:
     num_finite: int
     """Finite steps since the last change of scale or overflow."""
     num_overflowed: int
-    """Most recent consecutive steps with overflow."""
+    """Number of consecutive overflows up to the last step."""
     num_skipped: int
 
 

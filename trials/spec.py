@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trials.accelerator.kinds import DeviceKind
-from trials.files import digest, to_json
+from trials.files import ADDED_LATER, digest, to_json
 
 # ---- Kinds of models: shapes of the built-in ones, PyTorch modules, and training programs
 
@@ -240,6 +240,8 @@ class AdamW:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    clip_norm: float = field(default=0.0, metadata=ADDED_LATER)
+    """Largest global gradient norm of an update: larger gradients are scaled down to it. 0: no clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cluster.cost.cost_model import Reported, reported_terms
 from cluster.cost.inputs import Array, CostInputs, Prior
-from cluster.cost.peak_memory import FOREIGN, Structure, apart, log_slopes, stage_bytes
+from cluster.cost.peak_memory import FOREIGN, Structure, distinct_structures, log_slopes, stage_bytes
 from cluster.cost.work import work_of
 from orchestrator.search.memory_belief import MemoryBelief, Structured
 from orchestrator.search.predictor import mixture, physical_places
@@ -75,7 +75,7 @@ def prior_of(
     """The belief before any run, of what would be reported of each row."""
     root = np.linalg.cholesky(prior.covariance)
     linearised = []
-    for structure, columns in apart(structures, x):
+    for structure, columns in distinct_structures(structures, x):
         ranks = stage_bytes(columns, work_of(columns), prior.coefficients)
         terms = reported_terms(columns, ranks, reported)
         mean = np.log(np.sum(list(terms.values()), axis=0) / x.memory_bytes)

@@ -288,7 +288,7 @@ def loss_scale_left_in() -> None:
     """Gradients are not divided by the loss scale."""
     from trials.training.loop import Gradients
 
-    Gradients.unscale = lambda *_: None
+    Gradients.multiply = lambda *_: None
 
 
 DDP, ZERO3 = Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)

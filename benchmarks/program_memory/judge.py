@@ -102,12 +102,14 @@ class Judged:
         return self
 
     @property
-    def row(self) -> str:
+    def percentages(self) -> tuple[str, str, str, str]:
         """False fits of those that do not fit, false alarms of those that do, mean error, share within the interval."""
         fits = self.num - self.num_above
         return (
-            f"{self.false_fits / max(1, self.num_above):.1%} | {self.false_alarms / max(1, fits):.1%} | "
-            f"{np.mean(self.errors):.1%} | {self.num_within / max(1, len(self.errors)):.0%}"
+            f"{self.false_fits / max(1, self.num_above) * 100:.1f}",
+            f"{self.false_alarms / max(1, fits) * 100:.1f}",
+            f"{np.mean(self.errors) * 100:.1f}",
+            f"{self.num_within / max(1, len(self.errors)) * 100:.0f}",
         )
 
 
@@ -170,24 +172,29 @@ def _predictor(candidates: tuple[Candidate, ...], baseline: int, limit: float, o
 
 
 def report(runs: Sequence[Run]) -> str:
-    """A table per observable and number of trials, a row per program."""
+    """A table per observable, a row per program; each cell has the values after one, two and three trials."""
     lines = []
     for of_tensors, taken_apart in ((False, False), (False, True), (True, True)):
         what = "counted tensors" if of_tensors else "resident set"
         how = "taken apart" if taken_apart else "peaks alone"
-        lines += ["", f"{what}, {how}", "", "| program | k | false fits | false alarms | error | within 2 std |"]
-        lines += ["|---|---:|---:|---:|---:|---:|", *_table(runs, taken_apart=taken_apart, of_tensors=of_tensors)]
+        lines += ["", f"{what}, {how}", "", "| program | false fits % | false alarms % | error % | within 2 std % |"]
+        lines += ["|---|---:|---:|---:|---:|", *_table(runs, taken_apart=taken_apart, of_tensors=of_tensors)]
     return "\n".join(lines)
 
 
 def _table(runs: Sequence[Run], *, taken_apart: bool, of_tensors: bool) -> list[str]:
-    lines, total = [], {k: Judged() for k in (1, 2, 3)}
+    rows, total = [], {k: Judged() for k in (1, 2, 3)}
     for name, program in PROGRAMS.items():
         measured = [run for run in runs if run.program == name]
         if not measured:
             continue
+        found = {k: judge(measured, k, taken_apart=taken_apart, of_tensors=of_tensors) for k in total}
         for k, everything in total.items():
-            found = judge(measured, k, taken_apart=taken_apart, of_tensors=of_tensors)
-            everything += found
-            lines.append(f"| {program.title} | {k} | {found.row} |")
-    return lines + [f"| all | {k} | {found.row} |" for k, found in total.items()]
+            everything += found[k]
+        rows.append((program.title, found))
+    return [_row(title, found) for title, found in [*rows, ("all", total)]]
+
+
+def _row(title: str, found: dict[int, Judged]) -> str:
+    columns = zip(*(one.percentages for one in found.values()), strict=True)
+    return f"| {title} | {' | '.join(' / '.join(column) for column in columns)} |"

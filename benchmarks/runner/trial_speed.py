@@ -1,4 +1,4 @@
-"""Our step time against the loops that one writes by hand with what PyTorch offers for each layout, on gloo ranks.
+"""Step time of the built-in runner compared with hand-written PyTorch loops for each layout, on gloo ranks.
 
 All loops of a case live in the same processes and take turns, a few steps each, in an order that changes from round to
 round, so that a noisy moment hits all of them; a ratio is the median over the rounds, with its 95% interval. The loops
@@ -76,7 +76,7 @@ def _accumulating(zero_stage: Any) -> Case:
     sync = "set_requires_gradient_sync"
     return Case(
         ours={"each": layout, "last": replace(layout, gradient_reduction="last")},
-        peers={"each": "FSDP2", "last": f"FSDP2 with {sync}(False) but for the last"},
+        peers={"each": "FSDP2", "last": f"FSDP2 with {sync}(False) except for the last"},
         against={"each": "each", "last": "last"},
         num_micro_batches=4,
     )
@@ -206,7 +206,7 @@ def _row(name: str, case: Case, way: str, found: _Found) -> dict[str, Any]:
 
 
 def _ours(way: str) -> str:
-    return f"ours, {way}"
+    return f"built-in runner, {way}"
 
 
 def _ratio(ratios: Sequence[float]) -> Ratio:
@@ -233,13 +233,13 @@ def markdown(result: dict[str, Any]) -> str:
     """The page that the command writes."""
     about = (
         "All loops of a case ran in the same processes and took turns, in an order that changed from round to round. "
-        "Ratios are ours over the other's, below 1 is faster: medians over the rounds, with the 95% interval of the "
-        "median, of fewer than six rounds the least and the greatest. Memory is the most that one step held on rank 0 "
-        "beyond what it began with, ours over the other's. On small models and processors this shows what our runner "
-        "adds to a loop; it is untried on accelerators."
+        "Ratios are the built-in runner's step time over the other loop's, so below 1 the runner is faster. They are "
+        "medians over the rounds, with the 95% interval of the median, or the range for fewer than six rounds. Memory "
+        "is the ratio of what one step adds at its peak to the memory of rank 0. Small models on CPUs show the "
+        "overhead of the runner; it is untested on accelerators."
     )
     lines = [
-        "# Step time against loops by hand",
+        "# Step time compared with hand-written loops",
         "",
         "    python -m benchmarks.runner.trial_speed",
         "",
@@ -247,7 +247,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         _wrapped(about),
         "",
-        "| case | ours | against | step time | from, to | memory of a step |",
+        "| case | built-in runner | compared with | step time | interval | memory |",
         "|---|---|---|---|---|---|",
         *map(_line, result["ratios"]),
         "",
@@ -264,17 +264,17 @@ def _machine(load: float) -> str:
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    busy = f"the load average was {load:.1f} before"
+    busy = f"the load average at the start was {load:.1f}"
     if load > cores / 2:
-        busy += ", so that the ratios say little more than that all of it runs"
+        busy += ", so the ratios only show that every case runs"
     return f"Measured on {cores} cores of {cpu_model()}, torch {torch.__version__}, gloo; {busy}."
 
 
 def _plan_words(plan: Plan) -> str:
-    norm = "clip gradients" if plan.grad_norm else "do not compute the gradient norm, which ours does"
+    norm = "clip gradients" if plan.grad_norm else "do not compute the gradient norm, which the runner does"
     return (
         f"{count(plan.turns, 'round')} of {count(plan.steps, 'step')}; a decoder of {plan.model.num_layers} layers, "
-        f"width {plan.model.hidden_size}, 8 sequences of {plan.seq_length} tokens; the loops by hand {norm}."
+        f"width {plan.model.hidden_size}, 8 sequences of {plan.seq_length} tokens; the hand-written loops {norm}."
     )
 
 

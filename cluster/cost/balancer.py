@@ -207,7 +207,7 @@ EVENNESS = 1e-9
 
 
 def _shortest_sum(seconds: NDArray[np.float64], num_layers: int, evenness: float) -> list[int] | None:
-    """Dynamic programming over ranks: one count per row, with the given total and the least sum of seconds."""
+    """Find one count per row, with the given total and the least sum of seconds: dynamic programming over ranks."""
     pp = len(seconds)
     counts = np.arange(num_layers + 1)
     cost = seconds + evenness * (counts - num_layers / pp) ** 2

@@ -59,8 +59,8 @@ def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescr
 
 
 def inputs_of_table(workload: Workload, table: CandidateTable, cluster: ClusterDescription) -> FactoredInputs:
-    """Like :func:`inputs_of` for many candidates of one workload: each part of a row is computed once per combination
-    of its dependencies.
+    """Same as :func:`inputs_of` for many candidates of one workload: each part of a row is computed once per
+    combination of its dependencies.
 
     Raises:
         NotImplementedError: the workload is not a decoder.
@@ -148,7 +148,8 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
 
 
 def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """With ZeRO-1, layers wait for their own new weights, but a model in one graph waits for all."""
+    """Return the gathering of new weights: with ZeRO-1, layers wait for their own new weights, but a model in one graph
+    waits for all."""
     return {"hides_gathering": float(candidate.layout.zero_stage == 1 and candidate.kernels.compile != "model")}
 
 

@@ -161,9 +161,8 @@ def generic_inputs(
     """Return one row per (workload, candidate), all on the same cluster.
 
     Args:
-            estimates: counts from dry runs for candidates of the first pair's workload. A candidate without one uses
-                that of
-                the first candidate that differs only in knobs without influence on FLOPs and memory.
+        estimates: counts from dry runs for candidates of the first pair's workload. A candidate without one uses that
+            of the first candidate that differs only in knobs without influence on FLOPs and memory.
 
     Raises:
         NotImplementedError: the device has no peak for a candidate's number format.

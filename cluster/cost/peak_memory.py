@@ -240,7 +240,7 @@ ZERO_BUCKET_ELEMENTS = 5e8
 
 
 def long_gradients(x: CostInputs) -> CostInputs:
-    """Gradients are accumulated in a persistent fp32 buffer, whatever the weights' format.
+    """Assume that gradients are accumulated in a persistent fp32 buffer, whatever the weights' format.
 
     Megatron-LM's ``--accumulate-allreduce-grads-in-fp32``, enabled by ``--bf16``: its ``DistributedDataParallel``
     allocates one contiguous buffer per data type at the start.
@@ -249,13 +249,13 @@ def long_gradients(x: CostInputs) -> CostInputs:
 
 
 def short_gradients(x: CostInputs) -> CostInputs:
-    """Gradients have the format of the computation (DeepSpeed's ``grad_accum_dtype`` of 16 bits; Megatron-LM's
-    ``--fp16``)."""
+    """Assume that gradients have the format of the computation (DeepSpeed's ``grad_accum_dtype`` of 16 bits;
+    Megatron-LM's ``--fp16``)."""
     return replace(x, gradient_bytes=np.minimum(x.gradient_bytes, x.compute_bytes))
 
 
 def whole_gradients(x: CostInputs) -> CostInputs:
-    """Every rank accumulates all of its gradients over micro-batches, although ZeRO-2 or 3 shards them.
+    """Assume that every rank accumulates all of its gradients over micro-batches, although ZeRO-2 or 3 shards them.
 
     ``no_sync`` of FSDP; PaddlePaddle's ``GroupShardedStage2`` with gradient accumulation.
     """
@@ -265,14 +265,14 @@ def whole_gradients(x: CostInputs) -> CostInputs:
 
 
 def short_states(x: CostInputs) -> CostInputs:
-    """The optimiser's states have the weights' format and there are no fp32 copies: ``torch.optim.AdamW`` of 16-bit
-    parameters, as in torchtune's ``dtype: bf16``."""
+    """Assume that the optimiser's states have the weights' format and there are no fp32 copies: ``torch.optim.AdamW``
+    of 16-bit parameters, as in torchtune's ``dtype: bf16``."""
     is_mixed = x.optimizer_bytes > 8
     return replace(x, optimizer_bytes=np.where(is_mixed, 2 * x.weight_bytes, x.optimizer_bytes))
 
 
 def gathered_logits(x: CostInputs) -> CostInputs:
-    """Tensor-parallel ranks gather the logits, and each computes the whole loss.
+    """Assume that tensor-parallel ranks gather the logits, and each computes the whole loss.
 
     Megatron-LM's ``parallel_output=False``; ``lm_head: colwise_rep`` in the plans of transformers; torchtitan without
     ``enable_loss_parallel``.
@@ -281,13 +281,13 @@ def gathered_logits(x: CostInputs) -> CostInputs:
 
 
 def copied_logits(x: CostInputs) -> CostInputs:
-    """The loss holds one more fp32 copy of the logits: ``logits.float()`` in addition to log-softmax, its gradient and
-    that of the negative log-likelihood (``torch.nn.functional.cross_entropy``, not fused)."""
+    """Assume that the loss holds one more fp32 copy of the logits: ``logits.float()`` in addition to log-softmax, its
+    gradient and that of the negative log-likelihood (``torch.nn.functional.cross_entropy``, not fused)."""
     return replace(x, loss_bytes=x.loss_bytes + 4.0)
 
 
 def whole_tables(x: CostInputs) -> CostInputs:
-    """Embedding and head, but not the logits, are whole on every tensor-parallel rank.
+    """Assume that embedding and head, but not the logits, are whole on every tensor-parallel rank.
 
     Plans of transformers (``base_model_tp_plan``) divide layers and leave ``embed_tokens`` out.
     """
@@ -295,27 +295,29 @@ def whole_tables(x: CostInputs) -> CostInputs:
 
 
 def kept_gathered_inputs(x: CostInputs) -> CostInputs:
-    """Inputs of matmuls gathered by sequence parallelism are kept for the backward pass instead of being gathered
-    again: autograd of DTensor's ``PrepareModuleInput`` saves the matmul's input."""
+    """Assume that inputs of matmuls gathered by sequence parallelism are kept for the backward pass instead of being
+    gathered again: autograd of DTensor's ``PrepareModuleInput`` saves the matmul's input."""
     return replace(x, keeps_gathered=np.where(x.sequence_parallel > 0, 1.0, x.keeps_gathered))
 
 
 def whole_batch_in_flight(x: CostInputs) -> CostInputs:
-    """A pipeline runs all forward passes first and holds all micro-batches of the step (GPipe; Huang et al., arXiv
-    1811.06965; ``torch.distributed.pipelining.ScheduleGPipe``)."""
+    """Assume that a pipeline runs all forward passes first and holds all micro-batches of the step (GPipe; Huang et
+    al., arXiv 1811.06965; ``torch.distributed.pipelining.ScheduleGPipe``)."""
     return replace(x, schedule=np.where(x.pp > 1, float(SCHEDULES.index("gpipe")), x.schedule))
 
 
 def large_buckets(x: CostInputs) -> CostInputs:
-    """Data parallelism reduces and gathers through buckets of half a billion elements (DeepSpeed's ZeRO by default)."""
+    """Assume that data parallelism reduces and gathers through buckets of half a billion elements (DeepSpeed's ZeRO by
+    default)."""
     width = np.minimum(x.compute_bytes, 2.0)
     size = np.minimum(ZERO_BUCKET_ELEMENTS, whole_params(x)) * width * 2
     return replace(x, buffer_bytes=x.buffer_bytes + np.where(x.dp > 1, size, 0.0))
 
 
 def weights_stay_gathered(x: CostInputs) -> CostInputs:
-    """ZeRO-3's weights stay gathered from one micro-batch to the next (FSDP's ``reshard_after_forward=False`` and
-    ``SHARD_GRAD_OP``; DeepSpeed's ``stage3_max_live_parameters``, a billion by default, keeps small models whole)."""
+    """Assume that ZeRO-3's weights stay gathered from one micro-batch to the next (FSDP's
+    ``reshard_after_forward=False`` and ``SHARD_GRAD_OP``; DeepSpeed's ``stage3_max_live_parameters``, a billion by
+    default, keeps small models whole)."""
     return replace(x, gathers_once=np.ones(len(x)))
 
 
@@ -397,10 +399,10 @@ FOREIGN = tuple(structures_of())
 """Structures of software with unknown memory behaviour: users' training programs."""
 
 
-def apart(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:
+def distinct_structures(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:
     """Return the structures that differ on these rows, with their columns; equal ones are merged."""
     found: dict[tuple[str, ...], tuple[Structure, CostInputs]] = {}
-    alone = {habit.name: _is_felt(habit, x) for structure in structures for habit in structure.habits}
+    alone = {habit.name: _has_effect(habit, x) for structure in structures for habit in structure.habits}
     for structure in structures:
         felt = tuple(habit.name for habit in structure.habits if alone[habit.name])
         if len(felt) < len(structure.habits) and felt in found:
@@ -411,7 +413,7 @@ def apart(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Struct
     return list(found.values())
 
 
-def _is_felt(habit: Habit, x: CostInputs) -> bool:
+def _has_effect(habit: Habit, x: CostInputs) -> bool:
     """Whether the habit changes any column of these rows."""
     after = habit.change(x)
     return any(

@@ -134,8 +134,8 @@ def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 
 def _cast_bytes(x: CostInputs, work: Work) -> Array:
-    """Return the bytes read and written to make the 8-bit operands of one layer's forward pass: 16-bit inputs, and
-    weights in their own type, each read once for the maximum and once for the cast."""
+    """Return the bytes read and written to make the 8-bit operands of one layer's forward pass. Inputs are in 16 bits,
+    weights in their own type. Each is read once for the maximum and once for the cast."""
     inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
     return np.asarray(
         x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp)
@@ -321,8 +321,8 @@ def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Arra
 
 
 def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Array) -> Array:
-    """Return the seconds of gradient reduction that backward does not hide and, after the optimiser of ZeRO-1 or 2, of
-    gathering its new weights, which some software hides behind the next forward pass.
+    """Return the seconds of gradient reduction that backward does not hide. After the optimiser of ZeRO-1 or 2, this
+    includes gathering its new weights, which some software hides behind the next forward pass.
 
     Ranks that share states scatter gradients among each other and gather weights; both together send as much as an
     all-reduce (Rajbhandari et al., arXiv 1910.02054). ZeRO-2 scatters every micro-batch's gradients, unless it waits.

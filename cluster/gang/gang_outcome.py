@@ -79,7 +79,7 @@ MIN_STEP_S = 1e-6
 """Shortest credible step, in seconds: clocks rarely resolve less, and launching a single kernel takes longer."""
 MAX_STEP_S = 1e7
 """Longest credible step, in seconds: months. Larger values are dates, not durations."""
-OWN_WORK_S = 5e-3
+RUNNER_WORK_S = 5e-3
 """Time of the built-in runner between two steps, in seconds: garbage collection, and agreement on the time."""
 ERROR_TYPE = "ImplausibleReport"
 """Error type in the evidence."""
@@ -161,7 +161,7 @@ def contradiction(
         return None
     return contradicted(
         intervals,
-        slack_s=SLACK_S + OWN_WORK_S * len(intervals) + 2 * max(step_times_s),
+        slack_s=SLACK_S + RUNNER_WORK_S * len(intervals) + 2 * max(step_times_s),
         source="the rank",
         witness="the arrival of its progress",
     )
@@ -329,16 +329,19 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     lost = [failure for failure in roots if failure.category in ("lost", "device_lost")]
     if first.category == "deadline" and lost:  # ranks hang on a lost node or device before its loss is detected
         return min(lost, key=_order)
-    return min((f for f in roots if f.at_s <= first.at_s + _doubt_s(f, first)), key=lambda f: (_rung(f), _order(f)))
+    return min(
+        (f for f in roots if f.at_s <= first.at_s + _time_tolerance_s(f, first)),
+        key=lambda f: (_evidence_rank(f), _order(f)),
+    )
 
 
-def _doubt_s(failure: RankFailure, first: RankFailure) -> float:
+def _time_tolerance_s(failure: RankFailure, first: RankFailure) -> float:
     """Return by how many seconds the failure may be dated after ``first`` and still be its cause."""
     skew_s = 0.0 if failure.node == first.node else CLOCK_SKEW_S
     return max(skew_s, CAUSE_WINDOW_S.get(failure.category, 0.0))
 
 
-def _rung(failure: RankFailure) -> int:
+def _evidence_rank(failure: RankFailure) -> int:
     return next((rung for rung, members in enumerate(_EVIDENCE) if failure.category in members), len(_EVIDENCE))
 
 

@@ -277,7 +277,7 @@ def parse(table: str) -> list[ListedDevice]:
 
 
 def _ascend_full_name(model: str) -> str:
-    """``Ascend910B3``, as in the catalogue and torch_npu."""
+    """Return the full name, such as ``Ascend910B3``, as in the catalogue and torch_npu."""
     return f"Ascend{model.removeprefix('Ascend')}"
 
 
@@ -523,7 +523,7 @@ def discover_node(
         count, first = num_devices or len(listed), listed[0]
         device_name, memory_bytes = first.model, min(one.memory_bytes for one in listed)
         if count > len(listed):
-            raise DeviceError(f"devices_per_node is {count}, but this host has {words(kind, listed)}{found.but()}")
+            raise DeviceError(f"devices_per_node is {count}, but this host has {words(kind, listed)}{found.omitted()}")
     else:
         count, device_name = num_devices or cores, cpu_model()
         memory_bytes = usable_memory_bytes() // count
@@ -585,8 +585,8 @@ class _Found:
     devices: Sequence[ListedDevice] = ()
     left_out: Sequence[ListedDevice] = ()
 
-    def but(self) -> str:
-        """Omitted devices with reasons, to follow the list of devices; empty if none."""
+    def omitted(self) -> str:
+        """Describe omitted devices with reasons, to follow the list of devices; empty if none."""
         return f", for {_troubles(self.left_out)}" if self.left_out else ""
 
 
@@ -661,7 +661,7 @@ def _usable(kind: DeviceKind, listed: Sequence[ListedDevice]) -> _Found:
         left_out=[one for one in seen if one.trouble],
     )
     if found.devices and found.left_out:
-        _warn(f"{words(kind, found.devices)} used{found.but()}")
+        _warn(f"{words(kind, found.devices)} used{found.omitted()}")
     return found
 
 

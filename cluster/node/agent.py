@@ -80,7 +80,7 @@ class Agent:
         self._search_path = tuple(search_path)
         self._env = dict(env or {})
         self._silence_s = silence_s
-        self._promised_s = -math.inf
+        self._reported_until_s = -math.inf
         """Time (monotonic) until which the wardens consider the controller alive."""
         self._log_path = workdir / f"fork-server-{node}.log"
         self._cache = cache_folder(workdir, node)
@@ -114,7 +114,7 @@ class Agent:
     def poll(self, timeout_s: float) -> list[NodeEvent]:
         """Wait up to ``timeout_s`` for events; return them in order."""
         events: list[NodeEvent] = []
-        self._promise(timeout_s)
+        self._report_alive(timeout_s)
         for key, _ in self._selector.select(timeout_s):
             with self._lock:
                 if key.fileobj is self._control:
@@ -144,18 +144,18 @@ class Agent:
             shutil.rmtree(self._cache, ignore_errors=True)
             self._selector.close()
 
-    def _promise(self, timeout_s: float) -> None:
+    def _report_alive(self, timeout_s: float) -> None:
         """Inform the wardens that the controller is alive, at most ten times per allowed silence."""
         wanted_s = time.monotonic() + timeout_s + self._silence_s
-        if wanted_s > self._promised_s + self._silence_s / 10:
+        if wanted_s > self._reported_until_s + self._silence_s / 10:
             with self._lock:
-                self._promised_s = wanted_s
+                self._reported_until_s = wanted_s
                 for attempt in self._attempts.values():
                     with contextlib.suppress(OSError):
                         attempt.connection.sendall(line(self._beat()))
 
     def _beat(self) -> Beat:
-        return Beat(patience_s=max(self._silence_s, self._promised_s - time.monotonic()) + self._silence_s / 10)
+        return Beat(patience_s=max(self._silence_s, self._reported_until_s - time.monotonic()) + self._silence_s / 10)
 
     def _start_fork_server(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

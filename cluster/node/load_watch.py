@@ -29,8 +29,7 @@ from trials.outcome import Phase
 #
 # The load of others is the time the processors were busy less the time of the sweep's own processes. It therefore
 # includes other containers, whose processes are invisible here. One sample reads ``/proc/stat`` and the ``stat`` of
-# every
-# process, about 20 microseconds each; a warden takes two or three samples per attempt.
+# every process, about 20 microseconds each; a warden takes two or three samples per attempt.
 
 CONTROLLER_VARIABLE = "TUNE_CLUSTER_CONTROLLER"
 """The controller's pid, for processes it starts on its own host. Its descendants belong to the sweep."""
@@ -438,8 +437,7 @@ def with_devices(
     found: Disturbance, clocks: str, processes: str, handles: Sequence[DeviceHandle], own: Collection[int]
 ) -> Disturbance:
     """Return ``found`` with nvidia-smi's results for these devices. For a MIG slice they are those of its GPU: clocks
-    and
-    heat are shared, but processes may belong to other slices.
+    and heat are shared, but processes may belong to other slices.
 
     A process counts as foreign only if it is visible here. In a container, nvidia-smi gives the host's pids, which mean
     nothing, or another process, inside.

@@ -119,7 +119,7 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
     if not launch.is_script:
         recorded = RecordedRank(rank=slot.rank, folder=folder, request_write=-1)
         answer_requests(pipes.requests, recorded.answer)
-    _keep_near(launch, slot)
+    _pin_near_devices(launch, slot)
     threads = os.environ["OMP_NUM_THREADS"]
     if (torch := sys.modules.get("torch")) is not None and threads.isdigit():  # torch read it before the fork
         torch.set_num_threads(int(threads))
@@ -133,10 +133,9 @@ def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
     return {family.visible_variable: ",".join(device_names(launch)), **family.order_variables}
 
 
-def _keep_near(launch: NodeLaunch, slot: RankSlot) -> None:
+def _pin_near_devices(launch: NodeLaunch, slot: RankSlot) -> None:
     """Pin the rank to the cores near the slot's devices before torch starts a thread. Memory is allocated on the socket
-    of
-    the core that first touches it."""
+    of the core that first touches it."""
     if os.environ.get(NUMA_VARIABLE, "off").lower() in ("off", "0", "false"):
         return
     if near := cores_near(handle.bus_id for handle in slot_handles(launch, slot)):
@@ -180,8 +179,7 @@ def _leave(result: RankResult) -> None:
 
 def resolve(runner: str) -> Runner:
     """Import the function named ``module:function``. A user's module may be in the folder where the sweep was
-    submitted;
-    only ranks search it, and after all other places."""
+    submitted; only ranks search it, and after all other places."""
     module, _, function = runner.partition(":")
     if module.partition(".")[0] != "trials":
         sys.path.append(str(Path.cwd()))
@@ -310,13 +308,13 @@ class ForkedRank:
     """Time (monotonic) of the report of each measured step."""
     program_peak_bytes: int = 0
     """Highest resident memory seen of a process of the user's program; 0 for built-in models."""
-    weigh_at_s: float = 0.0
+    sample_at_s: float = 0.0
     """Time (monotonic) of the next memory reading: twice a second, as a program may end between two readings."""
 
-    def weigh(self, now_s: float) -> None:
+    def sample_memory(self, now_s: float) -> None:
         """Read the peak memory of the rank's program, if a reading is due."""
-        if now_s >= self.weigh_at_s:
-            self.weigh_at_s = now_s + WEIGH_S
+        if now_s >= self.sample_at_s:
+            self.sample_at_s = now_s + WEIGH_S
             self.program_peak_bytes = max(self.program_peak_bytes, peak_below(self.pid))
 
     def note_step(self, progress: RankProgress, now_s: float) -> None:
@@ -515,12 +513,12 @@ class GangClocks:
         self._compiling = CompileTime(left_s=launch.deadlines.compile_s)
 
     def unsettled(self) -> list[ForkedRank]:
-        """The ranks without a result."""
+        """Return the ranks without a result."""
         return [rank for rank in self._ranks if rank.result is None]
 
     def watched(self) -> list[ForkedRank]:
-        """Ranks with deadlines: all unfinished ones. Of a user's program, only the ranks that report progress, once any
-        does; the others follow them."""
+        """Return the ranks with deadlines: all unfinished ones. Of a user's program, only the ranks that report
+        progress, once any does; the others follow them."""
         waiting = self.unsettled()
         return [rank for rank in waiting if self.reports_progress(rank)] or waiting
 
@@ -529,7 +527,7 @@ class GangClocks:
         return not self._launch.is_script or rank.clock.reported_at_s is not None
 
     def slowest(self) -> RankClock:
-        """The clock of the slowest rank; there must be a rank."""
+        """Return the clock of the slowest rank; there must be a rank."""
         return min(self.watched() or self._ranks, key=lambda rank: rank.clock.position).clock
 
     def advance(self, rank: ForkedRank, progress: RankProgress, now_s: float) -> float:
@@ -548,7 +546,7 @@ class GangClocks:
         return passed_s
 
     def due_at_s(self) -> float:
-        """Time (monotonic) of the next missed deadline unless a rank reports before."""
+        """Return the time (monotonic) of the next missed deadline unless a rank reports before."""
         deadlines = self._deadlines
         return min((due_at_s(rank.clock, deadlines) for rank in self.watched()), default=math.inf)
 

@@ -200,13 +200,13 @@ class Warden:
         """Wait for an event and handle it, or for the next deadline."""
         for key, events in self._selector.select(self._patience_s()):
             key.data(events)
-        for rank in self._weighed():
-            rank.weigh(time.monotonic())
+        for rank in self._ranks_to_sample():
+            rank.sample_memory(time.monotonic())
         self._load.usage.sample()
         self._check_clocks()
 
-    def _weighed(self) -> list[ForkedRank]:
-        """Running ranks on CPUs, whose programs' memory is read from the operating system."""
+    def _ranks_to_sample(self) -> list[ForkedRank]:
+        """Return running ranks on CPUs, whose programs' memory is read from the operating system."""
         if not self._launch.is_script or self._launch.device_kind != "cpu":
             return []
         return [rank for rank in self._ranks if rank.is_running]
@@ -358,7 +358,10 @@ class Warden:
         due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
         if not self._is_stopping:
             due_s = min(
-                due_s, self._load.usage.due_s, self._clocks.due_at_s(), *(rank.weigh_at_s for rank in self._weighed())
+                due_s,
+                self._load.usage.due_s,
+                self._clocks.due_at_s(),
+                *(rank.sample_at_s for rank in self._ranks_to_sample()),
             )
         return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 

@@ -253,7 +253,7 @@ class Agents:
         ).remote(order)
         self._call("describe", slot, self._actors[slot.name].describe.remote())
 
-    def listen(self, slot: NodeSlot) -> None:
+    def request_events(self, slot: NodeSlot) -> None:
         """Request the next events."""
         poll = self._actors[slot.name].poll.options(concurrency_group="events")
         self._call("poll", slot, poll.remote(LONG_POLL_S))
@@ -627,7 +627,7 @@ class RayCluster:
         elif answer.what == "poll":
             for event in answer.value:
                 self._on_event(slot.name, event)
-            self._agents.listen(slot)
+            self._agents.request_events(slot)
 
     def _on_event(self, node: str, event: NodeEvent | FilePiece) -> None:
         if not isinstance(event, FilePiece):
@@ -648,7 +648,7 @@ class RayCluster:
         self._has_joined = True
         self._lease.ready_now(slot)
         self._lost.pop(slot.name, None)  # it was only unreachable
-        self._agents.listen(slot)
+        self._agents.request_events(slot)
         self._show()
 
     def _fail(self, slot: NodeSlot, error: Exception) -> None:

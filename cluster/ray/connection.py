@@ -129,7 +129,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Size of a private Ray's object store, close to the minimum: nothing large travels through Ray."""
 
 
-class _OwnPath(JobConfig):
+class _NoDriverPath(JobConfig):
     """Configuration of Ray's workers without the driver's folder. Workers would otherwise import from that folder,
     which is the user's, before all others."""
 
@@ -170,7 +170,7 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         raise UnreachableError(first_line(error)) from error
 
 
-OWN_HEAD_PATIENCE_S = 300.0
+PRIVATE_HEAD_TIMEOUT_S = 300.0
 """Time limit of a private Ray's head while its process lives, in seconds: a busy host is slow."""
 
 
@@ -210,7 +210,7 @@ def private_ray(node: Node) -> Iterator[PrivateHead]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_prestart_worker_first_driver": "0",  # a worker per CPU; only the agent's is ever used
-        "RAY_gcs_rpc_server_reconnect_timeout_s": f"{OWN_HEAD_PATIENCE_S + 60.0:.0f}",  # then Ray ends this process
+        "RAY_gcs_rpc_server_reconnect_timeout_s": f"{PRIVATE_HEAD_TIMEOUT_S + 60.0:.0f}",  # then Ray ends this process
         "RAY_memory_monitor_refresh_ms": "0",  # the kernel should kill ranks first, not agents
         **fresh_token(folder),
     }
@@ -261,7 +261,7 @@ def _start_ray(node: Node, folder: Path) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        job_config=_OwnPath(),
+        job_config=_NoDriverPath(),
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(folder),
     )
@@ -277,7 +277,7 @@ def remote_ray(address: str) -> Iterator[None]:
     )
     with _quiet():
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, job_config=_OwnPath())
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, job_config=_NoDriverPath())
         except Exception as error:  # Ray raises anything from ConnectionError to RuntimeError
             raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
         if not _requires_token():

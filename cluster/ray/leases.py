@@ -22,7 +22,7 @@ from cluster.hardware.topology import DeviceChoice, path_safe
 from cluster.processes import python_module
 from cluster.ray.connection import (
     CALL_TIMEOUT_S,
-    OWN_HEAD_PATIENCE_S,
+    PRIVATE_HEAD_TIMEOUT_S,
     TOKEN_REMEDY,
     PrivateHead,
     UnreachableError,
@@ -365,7 +365,7 @@ class RayLease:
             ClusterLostError: the head is given up.
         """
         is_own = self._head is not None and self._head.is_alive
-        limit_s = OWN_HEAD_PATIENCE_S if is_own else HEAD_LOST_S
+        limit_s = PRIVATE_HEAD_TIMEOUT_S if is_own else HEAD_LOST_S
         if silent_s > limit_s:
             raise ClusterLostError(
                 f"the head of the Ray cluster has not responded for {limit_s:g} s; resume the sweep when it is back"
@@ -454,7 +454,7 @@ class RayLease:
         return [node for node in self._usable() if node["NodeID"] not in taken and self._view.is_free(node)]
 
     def _least(self) -> int:
-        """The requested minimum, or fewer if exclusions leave fewer nodes."""
+        """Return the requested minimum, or fewer if exclusions leave fewer nodes."""
         if self._view is None or self.shape is None or not self._left_out:
             return self._at_least
         num_able, num_usable = len(self._view.able(self.shape)), len(self._usable())

@@ -23,9 +23,9 @@ from orchestrator.process_support import PROGRAM
 from orchestrator.text import echo, plain
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
+# Modules and ledgers create many long-lived objects. With Python's defaults (700, 10, 10), repeated collections take a
+# good part of most commands' time.
 GC_THRESHOLDS = (50_000, 20, 100)
-"""Modules and ledgers create many long-lived objects. With Python's defaults (700, 10, 10), repeated collections take a
-good part of most commands' time."""
 
 _FALLBACKS = "-─━═‐–—−· |│┃║ +╭╮╰╯┌┐└┘├┤┬┴┼┏┓┗┛✓ #█ x×✗ ~≈ *• uµ 2² 3³"  # noqa: RUF001
 ASCII = str.maketrans(
@@ -54,7 +54,7 @@ OF_A_PATH = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
     *(errno.ELOOP, errno.EINVAL, errno.EADDRINUSE, errno.EROFS),
 )
-"""System errors that another path or port would avoid; the others are the host's."""
+"""Codes of system errors that another path or port would avoid; the others are caused by the host."""
 EXIT_CODES = (
     "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage or input; 3 could not verify; "
     "4 cluster, disk or store failure; 130 interrupted."

@@ -22,7 +22,7 @@ _HOME_TYPE = click.Path(file_okay=False, path_type=Path)
 
 
 def _home_of_command(ctx: click.Context, _param: click.Parameter, value: Path) -> Path:
-    """--home after the command, or else before it, or else from the environment."""
+    """Return --home from after the command, before the command, or the environment, in this order."""
     is_specified = ctx.get_parameter_source("home") is ParameterSource.COMMANDLINE
     return value if is_specified else ctx.meta.get(GLOBAL_HOME, value)
 

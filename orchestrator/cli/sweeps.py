@@ -302,14 +302,14 @@ def note(
 ) -> None:
     """Add a note or tags to a sweep or a trial.
 
-    Without TRIAL, they are on SWEEP itself. TRIAL is 3, t003, baseline, best or winner. TEXT replaces an earlier note,
-    and an empty TEXT removes it. Reports, pages and MLflow show notes and tags, whether the sweep is running or over.
-    Without TEXT and tags, prints the present ones.
+    Without TRIAL, they apply to SWEEP. TRIAL is 3, t003, baseline, best or winner. TEXT replaces an earlier note, and
+    an empty TEXT removes it. Reports, pages and MLflow show notes and tags, whether the sweep is running or over.
+    Without TEXT and tags, prints the current ones.
 
     \b
     Examples:
       tune-cluster note quickstart "first sweep after the driver update"
-      tune-cluster note quickstart t003 "too close to the memory limit" --tag team=vision
+      tune-cluster note quickstart t003 "near the memory limit" --tag team=vision
       tune-cluster note quickstart t003 --remove-tag team
       tune-cluster note quickstart
     """

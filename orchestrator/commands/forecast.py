@@ -280,7 +280,7 @@ class TrialChoices:
 
     @functools.cached_property
     def topology(self) -> Topology | None:
-        """Hardware of the sweep; None if only its cluster knows, or this host does not match."""
+        """Hardware of the sweep; None if it is unknown before the cluster is reached, or this host does not match."""
         try:
             return known_topology(self._spec, self._home)
         except ClusterError:

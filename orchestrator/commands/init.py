@@ -119,7 +119,7 @@ def draft_command(
 
     Args:
         detection_s: time limit for running the program; None: it is only parsed.
-        tell: receives progress.
+        notify: receives progress.
 
     Raises:
         ConfigError: the command or its batch cannot be parsed, see :class:`Questions` and :func:`write_draft`.

@@ -316,8 +316,8 @@ def check_file(file: Path, home: Home, *, address: str | None = None, notify: No
     """Run the smallest candidate of a sweep file for a few steps, and again with the knobs of ``space.inside``.
 
     Args:
-        address: the Ray cluster's, in place of the one in the file.
-        tell: receives progress messages.
+        address: of the Ray cluster, instead of the one in the file.
+        notify: receives progress messages.
 
     Raises:
         ConfigError: the file, or a cluster on which nothing runs.

@@ -295,7 +295,7 @@ def _safe_value(key: str, value: str) -> str:
 
 
 def _record(ledger: Ledger, home: Home) -> None:
-    """Update a sweep in MLflow that is recorded there and has no controller. If that fails, its next controller or
+    """Update MLflow's record of a sweep without a controller, if it has one. If that fails, its next controller or
     note does it."""
     if ledger.cursor(CURSOR):
         with contextlib.suppress(SweepBusyError), ledger.hold():

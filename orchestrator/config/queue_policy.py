@@ -5,7 +5,7 @@
 quotas:            # devices that all sweeps of a user may hold together
       alice: 16
       "*": 8           # all other users
-    weights:           # shares of the queues relative to each other; 1 where none is named
+    weights:           # shares of the queues relative to each other; default 1
       production: 3
 """
 

@@ -69,9 +69,12 @@ def _tables(schema: dict[str, Any]) -> Iterator[str]:
     num_alike = collections.Counter(found[0] for found in paths.values())
     for key, definition in sections.items():
         yield ""
-        kind = _kind(definition["properties"]) if num_alike[paths[key][0]] > 1 else ""
         title = ", ".join(f"`{path}`" for path in dict.fromkeys(paths[key]))
-        yield from _table(f"{title}{kind}", _without_knobs(definition, definitions), definitions)
+        node = _without_knobs(definition, definitions)
+        if num_alike[paths[key][0]] > 1:
+            title += _kind(definition["properties"])
+            node = {**node, "properties": {name: value for name, value in node["properties"].items() if name != "kind"}}
+        yield from _table(title, node, definitions)
 
 
 def _without_knobs(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def _without_knobs(node: dict[str, Any], definitions: dict[str, Any]) -> dict[st
 def _kind(properties: dict[str, Any]) -> str:
     """What distinguishes a section from others at the same path."""
     if "kind" in properties:
-        return f", kind {properties['kind']['const']}"
+        return f", `kind: {properties['kind']['const']}`"
     return ", your training program" if "recipe" in properties else ", a built-in model"
 
 
@@ -113,8 +116,12 @@ def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Ite
     required = node.get("required", [])
     yield f"### {title}"
     yield ""
-    if "description" in node and not title.startswith("Top"):
-        yield node["description"].replace("\n", " ")
+    description = "" if title == "Top level" else node.get("description", "").replace("\n", " ")
+    if description:
+        yield description
+    if not node["properties"]:
+        return
+    if description:
         yield ""
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"

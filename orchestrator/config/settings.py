@@ -448,7 +448,7 @@ EarlyStopFactor = Annotated[
 
 
 class SearchSection(Section):
-    """In what order candidates are tried."""
+    """Order in which candidates are tried."""
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",

@@ -90,7 +90,7 @@ class SweepSpec(Section):
         description="What to optimize, see docs/objective.md: tokens per second per device, step time, or cost "
         "per token.",
     )
-    search: SearchSection = Field(default=SearchSection(), description="In which order candidates are tried.")
+    search: SearchSection = Field(default=SearchSection(), description="Order in which candidates are tried.")
     measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
     budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
     confirm: ConfirmValue = Field(

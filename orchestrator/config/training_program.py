@@ -231,6 +231,11 @@ class ScriptSection(Section):
         "knob, accumulation, world_size, steps, seed, out, or one of `files`. `python` is the one "
         "on the PATH of the node."
     )
+    trial_args: list[str] = Field(
+        default=[],
+        description="Arguments that only trials have, such as an output folder: added to run, or in "
+        "place of the same argument. Exports do not contain them.",
+    )
     cwd: str = Field(default=".", validate_default=True, description="Working directory, relative to the sweep file.")
     env: Environment = Field(default={}, description="Environment variables of the program.")
     env_pass: list[VariableName] = Field(
@@ -392,6 +397,8 @@ def resolve_script(
             space, run, {name: given[name] for name in given if name not in inside or name == MICRO_BATCH}
         ),
         unchanged=None if _has_knobs(run, own) else as_configured,
+        baseline=trial_0,
+        trial_args=tuple(workload.trial_args),
         seed=workload.seed,
         device=device,
     )
@@ -438,6 +445,7 @@ def _templated_knobs(run: Run) -> frozenset[str]:
 def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[CustomKnob, ...]) -> None:
     known = (*KNOB_NAMES, *COUNTS, OUT, *(name for name in run.files if name != MODEL), *(knob.name for knob in own))
     places = {f"run.{place}": word for place, word in enumerate(workload.run)}
+    places |= {f"trial_args.{place}": word for place, word in enumerate(workload.trial_args)}
     places |= {f"env.{name}": text for name, text in workload.env.items()}
     for key, text in places.items():
         for name in names_in([text]):

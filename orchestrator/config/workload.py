@@ -267,7 +267,7 @@ class LinearSection(Section):
 
 
 class TextSection(Section):
-    """Byte-level tokens of text files; what llama models read by default."""
+    """Byte-level tokens of text files: the default for llama models."""
 
     kind: Literal["text"] = Field(description="How the data is read.")
     path: str | None = Field(
@@ -295,7 +295,7 @@ class TokenFileSection(Section):
 
     NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
     TYPE_CODES: ClassVar[Mapping[str, str]] = {"uint8": "B", "uint16": "H", "int32": "i", "int64": "q"}
-    """The same for Python's arrays."""
+    """Type codes of Python's ``array`` module."""
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TokenFileData:
@@ -308,7 +308,7 @@ class TokenFileSection(Section):
 
 
 class ImageFolderSection(Section):
-    """JPEG files in one folder per class; what resnet models read."""
+    """JPEG files in one folder per class, for resnet models."""
 
     kind: Literal["image_folder"] = Field(description="How the data is read.")
     path: str | None = Field(
@@ -328,7 +328,7 @@ class ImageFolderSection(Section):
 
 
 class RandomSection(Section):
-    """Normal vectors, drawn per step; what linear models read."""
+    """Normal vectors, drawn per step, for linear models."""
 
     kind: Literal["random"] = Field(description="How the data is read.")
 
@@ -336,7 +336,7 @@ class RandomSection(Section):
         return RandomData()
 
     def check_files(self, model: Model, seq_length: int) -> None:
-        """Nothing to read."""
+        """Check nothing: random data needs no files."""
 
 
 class OptimizerSection(Section):
@@ -348,9 +348,14 @@ class OptimizerSection(Section):
     beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
     eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
     weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
+    clip_norm: Positive | None = Field(
+        default=None,
+        description="Largest global gradient norm: larger gradients are scaled down to it before the update, after "
+        "the loss scale is removed. null: no clipping.",
+    )
 
     def to_optimizer(self) -> AdamW:
-        return AdamW(**self.model_dump(exclude={"kind"}))
+        return AdamW(**self.model_dump(exclude={"kind"}, exclude_none=True))
 
 
 ModelSection = LlamaSection | ResNetSection | LinearSection | HuggingFaceSection
@@ -571,7 +576,7 @@ class PythonSection(Section):
     """Your PyTorch module, parallelized by the built-in runner. See docs/python-workload.md."""
 
     TAG: ClassVar[str] = "python"
-    kind: Literal["python"] = Field(description="That it is one.")
+    kind: Literal["python"] = Field(description="Kind of workload.")
     model: FunctionName = Field(description="Function without arguments that builds the module: `my_model:build`.")
     loss: FunctionName = Field(description="Function of outputs and targets that returns the mean loss, a scalar.")
     data: FunctionName = Field(

@@ -157,7 +157,7 @@ class _Builder:
         return self._scalar(node, path, line)
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath, line: int) -> Any:
-        """The plain value; errors of PyYAML's constructors are errors of the file: they trust tags and digits."""
+        """The plain value. Any error of PyYAML's constructors is a file error: they do not validate tags and digits."""
 
         def refused(message: str, remedy: str) -> ConfigError:
             return ConfigError(message, file=self.file, line=line, key=dotted(path), remedy=remedy)
@@ -382,8 +382,11 @@ def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]
 
 
 def _in_file(path: KeyPath, source: YamlSource) -> KeyPath:
-    """``path`` as in the file: without the kinds of workloads, models and data that pydantic inserts after their
-    section, and without the index of a single value that stands for a list of one."""
+    """Convert pydantic's ``path`` to that in the file.
+
+    Removes the kinds of workloads, models and data, which pydantic inserts after their section, and the index of a
+    single value that the file has instead of a list.
+    """
     if path[:1] == ("workload",):
         path = (*path[:1], *path[2:])
     if path[:2] in (("workload", "model"), ("workload", "data")):

@@ -59,7 +59,7 @@ from trials.files import digest, is_disk_full
 from trials.secrets import redact
 from trials.spec import ScriptModel
 
-# Fixed when a sweep is created and kept when it is resumed: plan, prior knowledge, search.
+# Fixed at a sweep's creation and kept on resumption: plan, prior knowledge, search.
 
 
 logger = logging.getLogger(__name__)
@@ -70,15 +70,15 @@ class PlannedSweep:
     """A plan together with its inputs."""
 
     topology: Topology
-    """Maximum nodes of the sweep."""
+    """Most nodes of the sweep."""
     estimates: DryRunEstimates
     plan: Plan
 
 
 def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> PlannedSweep | None:
-    """The plan of a new sweep before it has its cluster, to reject impossible ones before anything starts.
+    """Plan a new sweep before it has its cluster, to reject impossible ones before anything starts.
 
-    If only the cluster knows its nodes, this only checks the file and returns None.
+    If only the cluster knows its nodes, check the file and return None.
 
     Args:
         address: the Ray cluster's, instead of the one in the file.
@@ -88,7 +88,7 @@ def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> Pl
         ClusterError: this host does not have the requested resources.
     """
     topology = known_topology(spec, home, address=address)
-    if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, including those of this host
+    if topology is None or spec.cluster.kind == "ray":  # Ray assigns the nodes' names, also on this host
         check_plan(spec, topology, _counted(spec, topology, home))
         return None
     return _planned(spec, planned_topology(spec, topology), home)
@@ -102,11 +102,11 @@ def create(
     clock: Callable[[], float],
     ahead: PlannedSweep | None = None,
 ) -> tuple[Plan, PriorKnowledge]:
-    """Write the sweep's first event, after the documents with the prior knowledge.
+    """Write the documents with the prior knowledge, then the sweep's first event.
 
     Args:
-        topology: maximum nodes of the sweep.
-        ahead: the plan made before the cluster was connected; used unless the cluster turned out to be different.
+        topology: most nodes of the sweep.
+        ahead: the plan made before connecting to the cluster; used unless the cluster is different.
     """
     planned = ahead if ahead is not None and ahead.topology == topology else _planned(spec, topology, home)
     prints = _fingerprint(spec, topology)
@@ -125,7 +125,7 @@ def create(
 
 
 def resumed(ledger: Ledger, created: SweepCreated, spec: SweepSpec, topology: Topology) -> tuple[Plan, PriorKnowledge]:
-    """The plan of an existing sweep, made again from its prior knowledge, and that knowledge.
+    """Rebuild the plan of an existing sweep from its prior knowledge; return both.
 
     Raises:
         ConfigError: the sweep was measured in a different environment.
@@ -136,7 +136,7 @@ def resumed(ledger: Ledger, created: SweepCreated, spec: SweepSpec, topology: To
 
 
 def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
-    """Nodes to plan for: those held, plus nodes like the first up to the maximum size of a growing lease."""
+    """Return the nodes to plan for: those held, plus copies of the first up to the largest size of a growing lease."""
     least, most = spec.cluster.nodes
     num_missing = most - len(held.nodes) if least < most else 0
     first = held.nodes[0]
@@ -145,7 +145,7 @@ def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
 
 
 def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge) -> Search:
-    """The sampler of the sweep's candidates, from section ``search`` of its file."""
+    """Build the sampler of the sweep's candidates, from section ``search`` of its file."""
     guide = None
     if spec.search.sampler == "guided":
         try:
@@ -168,7 +168,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
 def _predictor(
     spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge
 ) -> Predictor | RelativePredictor:
-    """The cost model on the plan, or else typical effects of the knobs.
+    """Build the cost model on the plan, or else typical effects of the knobs.
 
     Raises:
         UnpredictableError: there are too many candidates for either.
@@ -185,7 +185,7 @@ def _predictor(
 
 
 def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Objective) -> tuple[EarlierTrial, ...]:
-    """Trials of other sweeps from which the guided sampler may learn before the first trial.
+    """Return trials of other sweeps from which the guided sampler may learn before the first trial.
 
     Args:
         prints: this sweep's fingerprint, which theirs must match.
@@ -212,7 +212,7 @@ def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
 
 
 def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
-    """Memory estimates of earlier dry runs."""
+    """Return memory estimates of earlier dry runs."""
     return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 
 
@@ -243,28 +243,28 @@ def _created(
 
 
 def _rank_memory_bytes(spec: SweepSpec, topology: Topology) -> int | None:
-    """Memory of a rank: from the file, else of its device, on CPUs its share of the host's."""
+    """Return the memory of a rank: from the file, else of its device, or on CPUs its share of the host's."""
     if (limit := memory_limit_bytes(spec, topology)) is not None:
         return limit
     return min((n.host_memory_bytes // n.num_devices for n in topology.nodes if n.host_memory_bytes), default=None)
 
 
 def _profiled(spec: SweepSpec) -> tuple[str, ...]:
-    """Names of the trials to profile at the end; none on a simulated cluster."""
+    """Return the names of trials to profile at the end; none on a simulated cluster."""
     is_possible = spec.cluster.kind != "simulated" and (spec.script is None or spec.script.hook)
     is_wanted = spec.profile.is_on and (is_possible or not spec.profile.is_auto)
     return tuple(map(str, spec.profile.trials)) if is_wanted else ()
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
-    """The environment in which two sweeps are comparable; includes a custom program."""
+    """Return the environment that must be equal for two sweeps to be comparable; includes a user's program."""
     source = None if spec.script is None else program_source(spec.script)
     program = {} if source is None else {PROGRAM: source.sha256[:16]}
     return {**fingerprint(topology, _virtual(spec), spec.cluster.env), **program}
 
 
 def _virtual(spec: SweepSpec) -> str:
-    """What distinguishes simulated clusters: their speed, not their faults."""
+    """Return the identity of a simulated cluster: its speed, not its faults."""
     cluster = spec.cluster
     if cluster.simulation is not None:
         return digest(cluster.simulation.model_dump(include={"accelerator", "deviation", "slow_nodes", "seed"}))[:16]
@@ -281,13 +281,13 @@ def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
         )
 
 
-MAX_OWN_CLUSTERS = 3
-"""How many private clusters in a row may fail before any trial has ended."""
+MAX_PRIVATE_CLUSTERS = 3
+"""Most private clusters that may fail in a row before any trial has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """A sweep's state, its summary, and where it is recorded."""
+    """A sweep's state, its summary, and the location of its records."""
 
     state: SweepState
     summary: Summary
@@ -302,7 +302,7 @@ def submit(
 
     Args:
         address: the Ray cluster's, instead of the one in the file.
-        is_restart: by a supervisor, not a person: a requested pause remains in effect.
+        is_restart: by a supervisor, not a user; then a requested pause remains in effect.
 
     Raises:
         ConfigError: the sweep cannot work, or a different one of this name exists.
@@ -338,7 +338,7 @@ def resume(
 
 
 def load(name: str, home: Home) -> SweepResult:
-    """The current result of a sweep, from its ledger.
+    """Return the current result of a sweep, from its ledger.
 
     Raises:
         ConfigError: the sweep does not exist.
@@ -395,7 +395,7 @@ class _Controller:
             except PrivateClusterLostError as error:
                 before, num_ended = num_ended, len(fold(ledger.events()).end_order)
                 num_lost = num_lost + 1 if num_ended == before else 1
-                if num_lost >= MAX_OWN_CLUSTERS:
+                if num_lost >= MAX_PRIVATE_CLUSTERS:
                     raise ClusterLostError(
                         f"{error}, {num_lost} times in a row. On one host, use `cluster: {{kind: local}}` without Ray"
                     ) from None
@@ -410,10 +410,10 @@ class _Controller:
         num_earlier_requests: int,
         num_lost: int,
     ) -> Runtime:
-        """The sweep, created or resumed, ready to run on ``cluster``.
+        """Create or resume the sweep, ready to run on ``cluster``.
 
         Args:
-            num_lost: private clusters that have just failed.
+            num_lost: number of private clusters that just failed.
         """
         spec = self.spec
         state = fold(ledger.events())
@@ -438,7 +438,7 @@ class _Controller:
 
 
 def _attempts(ledger: Ledger) -> Path:
-    """The working folder of the sweep's attempts."""
+    """Return the working folder of the sweep's attempts."""
     return ledger.folder / "attempts"
 
 
@@ -458,10 +458,10 @@ def _result(ledger: Ledger, home: Home) -> SweepResult:
 
 
 def _result_if_over(spec: SweepSpec, home: Home) -> SweepResult | None:
-    """The result of the sweep of this name if it is over, with MLflow brought up to date; None if it continues.
+    """Return the result of the sweep of this name if it is over, after updating MLflow; None if it continues.
 
     Raises:
-        ConfigError: the sweep is a different one.
+        ConfigError: it is a different sweep.
         LedgerError: another controller is running it.
     """
     with home.open(spec.name) as ledger:

@@ -1,5 +1,5 @@
-"""Observers of a sweep inside its controller: several observers as one, the heartbeat with progress for other
-processes, and the interface of projections of the ledger to other systems."""
+"""Observers of a sweep in its controller: several observers as one, the heartbeat with progress for other processes,
+and the interface for projections of the ledger to other systems."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 2.0
 """Minimum interval between two writes of the running trials' progress."""
 CHECKPOINT_PERIOD_S = 10.0
-"""Minimum interval between two checks whether to write the copy of the state again."""
+"""Minimum interval between two checks whether to update the copy of the state."""
 
 
 class Projection(Protocol):
-    """Copies ledger entries to another system, at its own pace; failures stay inside."""
+    """Copies ledger entries to another system, at its own pace; failures stay internal."""
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:
         """Copy new entries; return how many the other system has accepted. ``state`` is the current one."""

@@ -1,7 +1,7 @@
-"""The main loop: executes the controller's commands and records what happens as events.
+"""The main loop: executes the controller's commands and records results as events.
 
-Every event is in the ledger before it has consequences: an attempt is journalled before its gang starts, an outcome
-before the search or MLflow receive it. The loop may therefore be killed between any two lines.
+Every event is in the ledger before it has consequences: an attempt is recorded before its gang starts, an outcome
+before the search or MLflow receive it. The loop may therefore be killed at any point.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ from trials.spec import Candidate, Layout, Protocol, TrialSpec
 BEAT_S = 2.0
 """Interval between two queries of the queue."""
 GRACE_S = 30.0
-"""How long gangs on nodes that others need may take to finish."""
+"""Time for gangs to finish on nodes that other sweeps need, in seconds."""
 
 
 class LeaseManager:
-    """Queries the queue for the number of nodes the sweep may hold, and grows or shrinks the cluster accordingly.
+    """Queries the queue for the number of nodes the sweep may hold, and resizes the cluster accordingly.
 
     Args:
-        claim: what the sweep wants; None for a fixed lease.
-        grace_s: how long gangs on nodes that others need may take to finish.
+        claim: the sweep's claim; None for a fixed lease.
+        grace_s: time for gangs to finish on nodes that other sweeps need, in seconds.
         clock: monotonic seconds.
     """
 
@@ -122,17 +122,17 @@ class LeaseManager:
 
     @property
     def leaving(self) -> frozenset[str]:
-        """Nodes to release: no more gangs may be launched on them."""
+        """Nodes to release, on which no more gangs are launched."""
         return self._leaving
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the grace period of gangs on the leaving nodes is over, so that they are killed."""
+        """Whether the grace period of gangs on leaving nodes is over, so that they are killed."""
         return bool(self._leaving) and self._clock() - self._leaving_since_s >= self._grace_s
 
     @property
     def waiting(self) -> str:
-        """Why the sweep holds fewer nodes than it could use, if so."""
+        """Reason why the sweep holds fewer nodes than it could use, if it does."""
         return self._grant.reason or self._cluster.waiting
 
     @property
@@ -141,7 +141,7 @@ class LeaseManager:
         return self._grant.num_nodes == 0
 
     def renew(self, busy: Collection[str]) -> None:
-        """Query the queue again when due; call it often. ``busy``: nodes with running gangs."""
+        """Query the queue again if due; call often. ``busy``: nodes with running gangs."""
         if self._claim is None or self._clock() < self._next_beat_s:
             return
         self._next_beat_s = self._clock() + BEAT_S
@@ -151,8 +151,8 @@ class LeaseManager:
         self._choose_leaving(busy)
 
     def _choose_leaving(self, busy: Collection[str]) -> None:
-        """Choose the surplus nodes: idle ones first, then the latest. A chosen node stays chosen while there are too
-        many."""
+        """Choose the surplus nodes: idle ones first, then the latest. A chosen node stays chosen as long as there is a
+        surplus."""
         names = [node.name for node in self._cluster.topology.nodes]
         num_surplus = max(0, len(names) - self._grant.num_nodes)
         order = sorted(names, key=lambda name: (name not in self._leaving, name in busy, -names.index(name)))
@@ -198,7 +198,7 @@ class Placer:
 
     Args:
         isolation: ``node`` or ``device``, see :meth:`cluster.hardware.topology.Pool.place`.
-        placing_s: how long a trial may wait for nodes while nothing runs.
+        placing_s: longest wait of a trial for nodes while nothing runs, in seconds.
     """
 
     def __init__(self, cluster: Cluster, lease: LeaseManager, *, isolation: str, placing_s: float) -> None:
@@ -209,7 +209,7 @@ class Placer:
         self._pool = Pool(cluster.topology)
         self._followed: tuple[object, ...] = ()
         self._num_passed_over: dict[int, int] = {}
-        """Number of a waiting trial to the number of later trials placed before it."""
+        """By number of a waiting trial, the number of later trials placed before it."""
         self._stuck_since_s: float | None = None
 
     def follow(self, quarantined: Collection[str]) -> None:
@@ -221,7 +221,7 @@ class Placer:
             self._followed = (topology.nodes, closed)
 
     def unfit(self, quarantined: Collection[str]) -> frozenset[str]:
-        """Quarantined nodes of the lease; none if the lease has no other node."""
+        """Return quarantined nodes of the lease; none if the lease has no other node."""
         if not quarantined:
             return frozenset()
         nodes = {node.name for node in self._cluster.topology.nodes} - self._cluster.lost_nodes
@@ -229,11 +229,11 @@ class Placer:
         return frozenset() if unfit == nodes else frozenset(unfit)
 
     def place(self, trial: Trial, launch: Launch, *, max_passed_over: int) -> Placement | None:
-        """Devices for the trial, or None for now.
+        """Return devices for the trial, or None for now.
 
         Args:
-            max_passed_over: maximum number of later trials placed before a waiting one, so that a trial that needs
-                many devices does not starve.
+            max_passed_over: most later trials placed before a waiting one, so that a trial that needs many devices does
+                not starve.
         """
         if any(n < trial.number and count >= max_passed_over for n, count in self._num_passed_over.items()):
             return None
@@ -266,7 +266,7 @@ class Placer:
         self._pool.give_back(placement.reserved)
 
     def wait(self, trial: Trial, now_s: float, within: Layout | None = None) -> None:
-        """Wait for nodes if a trial cannot be placed although nothing is running, within a time limit.
+        """Wait for nodes, within a time limit, if a trial cannot be placed although nothing is running.
 
         Args:
             within: the larger layout whose nodes the trial must run on, all of which are needed.
@@ -292,12 +292,12 @@ class Placer:
         )
 
 
-# How to launch the trials of one sweep as gangs: a value for the runtime, made from the sweep's file.
+# Launching of a sweep's trials as gangs: a value for the runtime, built from the sweep's file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLauncher:
-    """How to launch trials of this sweep as gangs, and how to recover gangs of an earlier controller."""
+    """Launches trials of a sweep as gangs, and recovers gangs of an earlier controller."""
 
     baseline: Candidate
     """The candidate of trial 0."""
@@ -306,15 +306,15 @@ class TrialLauncher:
     build: Callable[[Trial, str, str, Placement], GangLaunch]
     """(trial, attempt id, token, placement) -> launch for the cluster."""
     recover: Callable[[Trial], Recovered]
-    """Result of the trial's attempt that an earlier controller left running."""
+    """Returns the result of a trial's attempt that an earlier controller left running."""
     early_stop: EarlyStop | None = None
-    """When a running trial is hopeless; None: never."""
+    """Rule for stopping hopeless trials; None: never stop."""
     placing_s: float = 600.0
-    """How long a trial may wait for nodes while nothing runs."""
+    """Longest wait of a trial for nodes while nothing runs, in seconds."""
 
 
 def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialLauncher:
-    """The launcher of the sweep; ``attempts`` is the working folder of its gangs."""
+    """Build the sweep's launcher; ``attempts``: the working folder of its gangs."""
     builder = _GangBuilder(spec=spec, topology=topology)
     factor = spec.search.early_stop
     return TrialLauncher(
@@ -328,7 +328,7 @@ def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialL
 
 
 def preload(spec: SweepSpec) -> tuple[str, ...]:
-    """Modules to preload in the fork servers of the sweep's nodes."""
+    """Return modules to preload in the fork servers of the sweep's nodes."""
     return PRELOAD if spec.script is None else SCRIPT_PRELOAD
 
 
@@ -377,13 +377,14 @@ class _GangBuilder:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Variables for the ranks and their warden: names of the node's secret ones, and those of the file."""
+        """Return variables for the ranks and their warden: names of the node's secret variables, and those of the
+        file."""
         secret = {VARIABLES: os.environ[VARIABLES]} if VARIABLES in os.environ else {}
         return {**secret, **self.spec.cluster.env}
 
     def _deadlines(self, trial: Trial) -> Deadlines:
-        """Deadlines of the file, or longer ones for steps that the cost model expects to be slow. The soak gets the
-        time for its steps, with a margin."""
+        """Return the file's deadlines, or longer ones for steps that the cost model expects to be slow. The soak gets
+        the time for its steps, with a margin."""
         deadlines = self.spec.to_deadlines()
         if self.spec.script is None:
             step_s = expected_step_s(self.spec.to_workload(), trial.candidate, self.topology)
@@ -416,10 +417,10 @@ class _GangBuilder:
         )
 
     def _protocol(self, trial: Trial) -> Protocol:
-        """How to measure the trial: as in the file; for the loss gate and the soak, a fixed number of steps.
+        """Return the protocol for the trial: from the file; for the loss gate and the soak, a fixed number of steps.
 
-        A custom program may take minutes to start: its confirmation measures as many steps as the file allows, so
-        that fewer rounds are needed.
+        A user's program may take minutes to start. Its confirmation measures as many steps as the file allows, so that
+        fewer rounds are needed.
         """
         protocol = self.spec.to_protocol()
         if isinstance(trial.check, ConfirmationRun) and self.spec.script is not None:
@@ -435,13 +436,13 @@ class _GangBuilder:
 logger = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 5
-"""How many attempts in a row, of any trials, may be lost before the cluster counts as broken. Attempts of one trial
-that hung with all ranks in one operation count once: the candidate may be the cause, and then it always hangs."""
+"""Most attempts lost in a row, of any trials, before the cluster counts as broken. Attempts of one trial that hung with
+all ranks in one operation count once: the candidate may be the cause, and would then always hang."""
 
 POLL_S = 0.5
 """Longest wait for gang events between two checks of the clock."""
 SPACE_S, SPACE_PAUSE_S = 600.0, 0.2
-"""How long to wait for space on a full disk, and the minimum interval between two checks."""
+"""Longest wait for space on a full disk, and the minimum interval between two checks, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,10 +455,10 @@ class _Running:
 
 
 class SteadyClock:
-    """Seconds since the epoch that advance steadily, even if the host's clock is changed.
+    """A clock in seconds since the epoch that advances steadily, even if the host's clock is changed.
 
-    The host's clock is read once; then the monotonic clock is added. It never starts before the
-    ledger's last event, so the times in a ledger never go back.
+    The host's clock is read once; then the monotonic clock is added. It never starts before the ledger's last event, so
+    times in a ledger never go back.
     """
 
     def __init__(self, not_before_s: float = 0.0) -> None:
@@ -490,9 +491,9 @@ class Runtime:
             lease: keeps the cluster at the size the queue allows; None: fixed size.
             clock: seconds since the epoch, or in virtual time of a cluster; monotonic. None: a
                 :class:`SteadyClock`.
-            is_restart: started by a supervisor, not a person: a requested pause remains in effect.
-            num_earlier_requests: number of requests when a person started the sweep; the start overrides a pause
-                among them, but not later ones. None: all requests until now are earlier.
+            is_restart: started by a supervisor, not a user; then a requested pause remains in effect.
+            num_earlier_requests: number of requests when a user started the sweep. The start overrides a pause among
+                them, but not later ones. None: all requests until now are earlier.
         """
         self._ledger = ledger
         self._cluster = cluster
@@ -503,7 +504,7 @@ class Runtime:
         self._lease = lease or LeaseManager(cluster, None)
         self._running: dict[str, _Running] = {}
         self._killed: dict[str, LossCause] = {}
-        """Attempts that are being ended -> why."""
+        """Causes of attempts that are being ended."""
         self._placer = Placer(cluster, self._lease, isolation=launcher.isolation, placing_s=launcher.placing_s)
         self._is_restart = is_restart
         self._num_earlier_requests = num_earlier_requests
@@ -522,10 +523,10 @@ class Runtime:
         """Start or continue the sweep until it has ended or is paused; return its last state.
 
         Raises:
-            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; the sweep can
+            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another. The sweep can
                 continue once it is fixed.
             LedgerError: an event cannot be stored.
-            KeyboardInterrupt: after killing and recording what was running; submitting again continues.
+            KeyboardInterrupt: after killing and recording running attempts; submitting again continues.
         """
         if self._state.is_over:
             return self._finish_projections()
@@ -551,7 +552,7 @@ class Runtime:
 
     def _take_over(self) -> None:
         """Record that this controller has the sweep, and resolve attempts left by earlier ones."""
-        self._read_requests(up_to=self._num_earlier_requests)  # before the start, which overrides most of them
+        self._read_requests(up_to=self._num_earlier_requests)  # before the start event, which overrides most of them
         self._dispatch(
             ControllerStarted(
                 at_s=self._clock(),
@@ -603,7 +604,7 @@ class Runtime:
             self._cluster.release(name)
 
     def _act(self) -> bool:
-        """Execute the first executable command: its event may change the others. False if there is none."""
+        """Execute only the first executable command, as its event may change the others. False if there is none."""
         return any(self._execute(command) for command in self._commands)
 
     def _execute(self, command: Command) -> bool:
@@ -701,7 +702,7 @@ class Runtime:
         outcome = event.outcome
         cause = self._killed.pop(event.attempt_id, None)
         if isinstance(outcome, GangLost):
-            outcome = replace(outcome, cause=cause or _unasked(outcome.cause))
+            outcome = replace(outcome, cause=cause or _unrequested(outcome.cause))
         outcome = final_outcome(self._state, running.trial, outcome)
         self._dispatch(
             AttemptEnded(
@@ -740,7 +741,7 @@ class Runtime:
         self._observer.on_state(self._state)
 
     def _store(self, event: LedgerEvent) -> None:
-        """Write the event to the ledger; if the disk is full, as soon as there is space.
+        """Write the event to the ledger; on a full disk, once there is space.
 
         Raises:
             LedgerError: it cannot be written, or there was no space for :data:`SPACE_S`.
@@ -752,7 +753,7 @@ class Runtime:
                 if self._is_ending:
                     raise
                 self._note_full()
-                self._unhandled += self._cluster.poll(POLL_S)  # so that the ranks can find their controller
+                self._unhandled += self._cluster.poll(POLL_S)  # so that ranks do not lose their controller
             else:
                 return
 
@@ -760,7 +761,7 @@ class Runtime:
         """Whether the home's disk has no space for another attempt.
 
         Raises:
-            DiskFullError: it has had none for :data:`SPACE_S`.
+            DiskFullError: it has had no space for :data:`SPACE_S`.
         """
         if is_disk_full(self._ledger.folder):
             self._note_full()
@@ -775,7 +776,7 @@ class Runtime:
         if self._full_since_s is None:
             self._full_since_s = now_s
             logger.warning("%s; the sweep waits for up to %.0f min", self._disk_text, SPACE_S / 60)
-        time.sleep(SPACE_PAUSE_S)  # a virtual cluster does not wait itself
+        time.sleep(SPACE_PAUSE_S)  # a virtual cluster does not wait by itself
         if now_s - self._full_since_s > SPACE_S:
             folder = self._ledger.folder
             raise DiskFullError(
@@ -807,6 +808,7 @@ class Runtime:
         return self._state
 
 
-def _unasked(cause: LossCause) -> LossCause:
-    """The cause of a loss not requested by this controller: a node that considers it gone counts as infrastructure."""
+def _unrequested(cause: LossCause) -> LossCause:
+    """Return the cause of a loss not requested by this controller. Nodes that consider it gone count as
+    infrastructure."""
     return "infrastructure" if cause == "controller" else cause

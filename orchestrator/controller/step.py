@@ -1,7 +1,7 @@
 """The controller: pure functions from (state, event) to (state, commands). No clock, no input or output.
 
-Commands are level-triggered: they follow from the state alone, and are repeated until an event shows them done. A
-controller restarted after a crash therefore only needs the folded state to continue.
+Commands are level-triggered: they follow from the state alone, and are repeated until an event shows that they are
+done. So after a crash, a restarted controller needs only the folded state to continue.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ..
 
 
 def decide(state: SweepState) -> tuple[Command, ...]:
-    """The next commands in ``state``: launches first, then at most one proposal, or the next step of the proof, or the
-    end."""
+    """Return the next commands in ``state``: launches first, then at most one proposal, or the next step of the proof,
+    or the end."""
     if state.created is None or state.is_over:
         return ()
     if state.requested_action is not None and (state.requested_action == "cancel" or state.status == "running"):
@@ -73,7 +73,7 @@ def decide(state: SweepState) -> tuple[Command, ...]:
         return () if state.running else (Finish(status="failed", reason=failed.reason, cause=failed.cause),)
     waiting = [state.trials[number] for number in launchable(state)]
     num_open = len(waiting) + len(state.running)
-    is_full = len(state.running) >= state.sweep.max_concurrent  # several trials may wait once they are retried
+    is_full = len(state.running) >= state.sweep.max_concurrent  # several retried trials may be waiting
     launches = () if is_full else tuple(_launch(state, trial) for trial in waiting)
     end = end_of_search(state)
     if end and not num_open:
@@ -84,7 +84,8 @@ def decide(state: SweepState) -> tuple[Command, ...]:
 
 
 def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
-    """Commands for a request: nothing is launched; running trials are killed, or left to finish when draining."""
+    """Return commands for a request: nothing is launched; running trials are killed, or left to finish when
+    draining."""
     done = {"pause": "paused", "drain": "drained", "cancel": "cancelled"}[action]
     reason = f"{done} by {state.requested_by}" if state.requested_by else done
     if state.running:
@@ -110,7 +111,7 @@ def _launch(state: SweepState, trial: Trial) -> Launch:
 
 
 ALLOWANCE = 0.2
-"""Fraction of the fastest step so far by which later ones may be faster."""
+"""Share of the fastest step so far by which later ones may be faster."""
 MIN_STEPS = 2
 """Minimum number of steps after the first one."""
 MIN_RIVAL_STEPS = 3
@@ -120,19 +121,19 @@ MIN_RIVAL_STEPS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStop:
     """Stops a trial that is ``factor`` times slower than a rival, even if its later steps are faster and the rival was
-    measured too fast: compares the nearest ends of both intervals.
+    measured too fast. Compares the nearest ends of both intervals.
 
     The first step, which allocates and compiles, and steps with kernel tuning do not count. The baseline is never
-    stopped: everything is compared with it.
+    stopped, as everything is compared with it.
     """
 
     factor: float
-    """Ratio of step times, weighted by the objective, to the rival's from which on a trial is stopped."""
+    """Ratio of weighted step times to the rival's from which a trial is stopped."""
     protocol: Protocol
-    """How trials are measured; determines the remaining steps of a stopped trial."""
+    """Protocol of trials; determines the remaining steps of a stopped trial."""
 
     def verdict(self, state: SweepState, trial: Trial, progress: Sequence[GangProgress]) -> StoppedEarly | None:
-        """Why the running attempt of ``trial`` is hopeless after these reports; None if it is not."""
+        """Return why the running attempt of ``trial`` is hopeless after these reports; None if it is not."""
         if trial.number == 0 or trial.attempts[-1].stopped is not None:
             return None
         times_s = _final_times_s(trial, progress)
@@ -152,7 +153,7 @@ class EarlyStop:
         )
 
     def _num_steps_due(self, last: GangProgress) -> int:
-        """Minimum number of steps that the protocol still requires after the report ``last``."""
+        """Return the fewest steps that the protocol still requires after the report ``last``."""
         if last.phase == "warmup":
             return max(0, self.protocol.min_warmup_steps - last.step) + self.protocol.num_steps
         return self.protocol.num_steps - last.step
@@ -167,9 +168,9 @@ class _Rival:
 
 
 def _rival(state: SweepState) -> _Rival | None:
-    """The trial that is certainly the fastest; None if none is known well enough to stop others.
+    """Return the certainly fastest trial; None if none is known well enough to stop others.
 
-    Too few steps, or steps that became slower and slower, are not conclusive.
+    Too few steps, or steps that keep getting slower, are not conclusive.
     """
     rivals = []
     for ranked in state.fastest:
@@ -186,8 +187,8 @@ def _rival(state: SweepState) -> _Rival | None:
 
 
 def final_outcome(state: SweepState, number: int, outcome: Outcome) -> Outcome:
-    """The outcome of the last attempt of a trial: stopped early, if its gang was lost by stopping it; crashed, if
-    attempt after attempt was killed from outside, as the trial may be killing itself."""
+    """Return the outcome of a trial's last attempt: stopped early, if its gang was lost by stopping it; crashed, if
+    every attempt was killed from outside, because the trial may be killing itself."""
     trial = state.trials[number]
     if not isinstance(outcome, GangLost):
         return outcome
@@ -201,7 +202,7 @@ def final_outcome(state: SweepState, number: int, outcome: Outcome) -> Outcome:
 
 
 def _final_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
-    """Seconds per step, without the first step and steps with kernel tuning."""
+    """Return seconds per step, without the first step and steps with kernel tuning."""
     first = max(1, *trial.candidate.kernels.cudnn_tuning_range, 0)
     return tuple(
         report.step_time_s
@@ -215,13 +216,14 @@ def _reason(times_s: Sequence[float], ratio: float, rival: int, objective: Objec
     return f"stopped after {shown}: at least {ratio:.2f}x the {TIMES[objective.name]} of {trial_id(rival)}"
 
 
-# Events of the controller's commands that involve no gang: proposals, decisions, the end.
+# Events of commands without gangs: proposals, decisions, the end.
 
 
 def propose(
     search: Search, state: SweepState, command: Propose, baseline: Candidate, at_s: float
 ) -> TrialProposed | SearchExhausted:
-    """The next trial: the baseline first, then the search's suggestions; or the end of the search, and why."""
+    """Return the next trial: the baseline first, then the search's suggestions; or the end of the search, with a
+    reason."""
     number = command.trial
     if number == 0:
         return TrialProposed(
@@ -251,7 +253,7 @@ def propose(
 def event_of(
     command: ChooseFinalists | ProposeCheck | SetAside | Conclude | Pause | Finish, state: SweepState, at_s: float
 ) -> LedgerEvent:
-    """The event of a command that only requires writing to the ledger."""
+    """Return the event of a command that only requires writing to the ledger."""
     match command:
         case ChooseFinalists():
             first_check = len(state.trials)
@@ -283,7 +285,7 @@ def event_of(
             assert_never(command)
 
 
-# Recovery after a controller has died: attempts it left running, and unhandled requests.
+# Recovery after a controller's death: attempts it left running, and unhandled requests.
 
 
 logger = logging.getLogger(__name__)
@@ -295,13 +297,13 @@ class Recovered:
 
     outcome: Outcome
     device_seconds: float
-    """Device-seconds that it held."""
+    """Device-seconds held by it."""
 
 
 def end_orphaned(
     state: SweepState, recover: Callable[[Trial], Recovered], clock: Callable[[], float]
 ) -> Iterator[AttemptEnded]:
-    """Ends of the attempts that are running in ``state`` although their controller and gangs are gone."""
+    """Yield ends of attempts that are running in ``state`` although their controller and gangs are gone."""
     for number in sorted(state.running):
         trial = state.trials[number]
         found = recover(trial)
@@ -316,7 +318,7 @@ def end_orphaned(
 
 
 def recovered(attempts: Path, trial: Trial) -> Recovered:
-    """The result of the unended attempt of ``trial`` of a dead controller, from the folder ``attempts``."""
+    """Return the result of a dead controller's unended attempt of ``trial``, from the folder ``attempts``."""
     attempt = trial.attempts[-1]
     found = recover(attempts, attempt.token, len(attempt.ranks))
     held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
@@ -325,7 +327,7 @@ def recovered(attempts: Path, trial: Trial) -> Recovered:
 
 def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
     """Carry out requests to a sweep without a controller; the caller holds its ledger. They take effect at the time of
-    the last event: since then no controller was running, and no time was spent."""
+    the last event: no controller was running since then, and no time was spent."""
     state = fold(ledger.events())
     if state.created is None:
         return state

@@ -1,1 +1,2 @@
-"""Why a sweep's trials are as fast as they are: where the step time goes, what holds it back, which knob matters."""
+"""Why a sweep's trials are as fast as they are: the parts of the step time, the bottleneck, and the knobs that
+matter."""

@@ -1,4 +1,4 @@
-"""Advice that costs nothing to follow: sizes, layouts, masks, copies and waits recorded in a step."""
+"""Advice that costs nothing to follow, from the sizes, layouts, masks, copies and waits recorded in a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trials.reports import ScriptFacts
 from trials.spec import Candidate, Workload, decoder_of
 
 ALIGNED = 64
-"""Multiple of vocabulary rows for which tensor cores compute full tiles, in any 16-bit format."""
+"""Multiple of vocabulary rows for which tensor cores compute full tiles in any 16-bit format."""
 SMALL_BUCKET = 1 << 20
-"""Bytes of a gradient bucket below which latency dominates on a network."""
+"""Size of a gradient bucket, in bytes, below which latency dominates on a network."""
 MANY_BUCKETS = 4
 MANY_CASTS = 0.1
-"""Least share of a step's operators that are casts, for a line of advice."""
+"""Minimum share of casts among a step's operators for a line of advice."""
 MANY_SKIPPED = 0.1
-"""Least share of a trial's steps that loss scaling skipped, for a line of advice."""
+"""Minimum share of steps skipped by loss scaling for a line of advice."""
 NEARLY_FULL = 0.92
 """Share of device memory above which the allocator is likely to free and reallocate blocks."""
 HALF = ("float16", "bfloat16")

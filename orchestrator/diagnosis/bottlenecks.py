@@ -1,9 +1,9 @@
-"""What each kind of bottleneck costs a step, with the evidence; the largest that matters is the bottleneck."""
+"""The cost of each kind of bottleneck per step, with evidence. The largest one that matters is the bottleneck."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.diagnosis.remedies import (
     KnobChange,
@@ -23,12 +23,11 @@ from trials.outcome import Measurement
 from trials.reports import RankProfile
 from trials.spec import Candidate, Workload
 
-# Where the step time of a measured trial goes.
+# Breakdown of the step time of a measured trial.
 #
-# The trial's own clock says how long data, forward and backward, pipeline waits and the optimiser took. What of
-# forward and backward is computation, communication that nothing hides, or waiting for the host is in a profile
-# of the trial, else by the cost model; both only give shares of what the clock measured, so that parts always sum to
-# the step.
+# The trial's own clock measures data, forward and backward, pipeline waits and the optimiser. How forward and backward
+# divide into computation, exposed communication and waiting for the host comes from a profile of the trial, or else
+# from the cost model. Both only give shares of the measured time, so the parts always sum to the step.
 
 
 TERMS: Mapping[str, PartName] = {
@@ -49,12 +48,11 @@ TERMS: Mapping[str, PartName] = {
     "overhead": "other",
     "data": "data",
 }
-"""Term of the cost model to the part that it belongs to. Passing tensors between stages counts as bubble, as it does
-for the trial's clock."""
+"""Maps terms of the cost model to parts. Passing tensors between stages counts as bubble, as in the trial's clock."""
 
 
 IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "host_copies", "dispatch")
-"""Parts into which forward and backward are split."""
+"""Parts that forward and backward are split into."""
 
 _SCRIPT = "your program reports only its step time"
 _UNTOLD = "forward and backward are timed in your program; run `profile` to separate computation from waiting"
@@ -62,38 +60,38 @@ _UNTOLD = "forward and backward are timed in your program; run `profile` to sepa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOf:
-    """What profile run ``run`` of a trial found, per profiled rank."""
+    """Data of profile run ``run`` of a trial, per profiled rank."""
 
     run: int
     ranks: tuple[RankProfile, ...]
 
     @property
     def busiest(self) -> RankProfile:
-        """The rank that computes most: the others wait for it."""
+        """The rank with the most computation; the others wait for it."""
         return max(self.ranks, key=lambda rank: rank.times.computation_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Clock:
-    """The breakdown in parts, scaled so that all sum to the median step time."""
+    """The breakdown, scaled so that all parts sum to the median step time."""
 
     forward_s: float
     backward_s: float
     again_s: float
-    """Seconds of layers computed again, where they were timed."""
+    """Seconds of recomputed layers, if they were timed."""
     waiting_s: float
-    """Seconds of waiting for collectives in the passes, where they were timed."""
+    """Seconds of waiting for collectives inside the passes, if timed."""
     others_s: Mapping[PartName, float]
     """Seconds of the other parts."""
 
     @property
     def passes_s(self) -> float:
-        """Seconds of forward and backward, with what was computed again and waited for in them."""
+        """Seconds of forward and backward, including recomputation and waits inside them."""
         return self.forward_s + self.backward_s + self.again_s + self.waiting_s
 
     @classmethod
     def of(cls, measurement: Measurement) -> _Clock | None:
-        """The breakdown of a measurement; None if the step was not split, as on virtual clusters."""
+        """The breakdown of a measurement; None if the step was not split, as on simulated clusters."""
         found = measurement.breakdown
         others: dict[PartName, float] = {
             "bubble": found.bubble_s,
@@ -122,8 +120,8 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     """Split the step of a measured trial into parts.
 
     Args:
-        terms_s: the cost model's terms of its step; empty where there is none, and ``unmodelled`` says why.
-        profile: what a profile run of the trial found, where there is one.
+        terms_s: the cost model's terms of its step; empty without one, and ``unmodelled`` is the reason.
+        profile: data of a profile run of the trial, if any.
     """
     found = trial.measurement
     assert found is not None, "only measured trials have a step time"
@@ -155,7 +153,7 @@ def _by_part(terms_s: Mapping[str, float]) -> dict[PartName, float]:
 def _modelled_parts(
     found: Measurement, modelled: Mapping[PartName, float], unmodelled: str
 ) -> tuple[list[Part], list[str]]:
-    """The split of a step of which only the whole was measured."""
+    """The split of a step of which only the total was measured."""
     is_script = found.findings.script is not None
     unknown = (
         f"the phases of the step are unknown, {_SCRIPT}" if is_script else "phases are not recorded on this cluster"
@@ -184,7 +182,7 @@ def _with_data_waits(
 
 
 def _of_program(clock: _Clock) -> tuple[list[Part], list[str]]:
-    """The split of a program's step as its own clock has it."""
+    """The split of a program's step by its own clock."""
     passes: dict[PartName, float] = {
         "forward": clock.forward_s,
         "backward": clock.backward_s,
@@ -218,7 +216,7 @@ def _passes(
 
 
 def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], list[str]]:
-    """The split of a training program's step by its profile alone."""
+    """The split of a training program's step by its profile only."""
     rank = profile.busiest
     phases = {phase.name: phase.time_s for phase in rank.phases}
     optimizer_s = min(phases.get("optimizer", 0.0), rank.times.computation_s)
@@ -235,8 +233,8 @@ def _by_profile(found: Measurement, profile: ProfileOf) -> tuple[list[Part], lis
 
 
 def _profiled(clock: _Clock, profile: ProfileOf, again_s: float) -> tuple[list[Part], list[str]]:
-    """Forward and backward shared out as the profile saw its steps, less what the clock says belongs elsewhere: the
-    optimiser computes, data is waited for in idleness, and a pipeline's bubble is either waiting or idle."""
+    """Divide forward and backward as in the profiled steps, minus what the clock attributes to other parts: the
+    optimiser counts as computation, waiting for data as idle time, and a pipeline's bubble as waiting or idle time."""
     rank, others = profile.busiest, clock.others_s
     step_s = clock.passes_s + sum(others.values())
     scale, times = step_s / rank.times.total_s, rank.times
@@ -257,7 +255,7 @@ def _profiled(clock: _Clock, profile: ProfileOf, again_s: float) -> tuple[list[P
 def _recompute_apart(
     parts: Sequence[Part], modelled: Mapping[PartName, float], *, is_on: bool
 ) -> tuple[list[Part], list[str]]:
-    """Recompute taken out of computation, in the cost model's proportion: a profile does not tell them apart."""
+    """Separate recompute from computation in the cost model's proportion, since a profile does not distinguish them."""
     if not is_on:
         return list(parts), []
     again, once = modelled.get("recompute", 0.0), modelled.get("compute", 0.0)
@@ -274,7 +272,7 @@ def _recompute_apart(
 
 
 def _shared_out(seconds: float, shares: Mapping[PartName, float], source: Source) -> list[Part]:
-    """``seconds`` in proportion to ``shares``; all of it computation where there are none."""
+    """``seconds`` in proportion to ``shares``; all computation if there are none."""
     total = sum(shares.values())
     if total <= 0:
         return [Part("compute", seconds, source)]
@@ -282,7 +280,7 @@ def _shared_out(seconds: float, shares: Mapping[PartName, float], source: Source
 
 
 def _measured_recompute_s(trial: Trial) -> float:
-    """Seconds of selective recompute, which ranks time; 0 where whole layers are recomputed, which they do not time."""
+    """Seconds of selective recompute, which ranks time; 0 if whole layers are recomputed, which they do not time."""
     if trial.candidate.recompute.full or trial.measurement is None:
         return 0.0
     return sum(effect.recompute_s for effect in trial.measurement.findings.recompute)
@@ -294,7 +292,7 @@ def _recomputes(trial: Trial) -> bool:
 
 
 def profiles_of(state: SweepState) -> dict[int, ProfileOf]:
-    """Trial that was profiled to what its profile found; where it was profiled again, the last run counts."""
+    """Maps each profiled trial to the data of its last profile run."""
     found: dict[int, ProfileOf] = {}
     for trial in state.trials:
         if not isinstance(trial.check, ProfileRun) or trial.measurement is None:
@@ -306,35 +304,35 @@ def profiles_of(state: SweepState) -> dict[int, ProfileOf]:
 
 
 MIN_BOTTLENECK = 0.1
-"""Share of the step from which on what is lost is the bottleneck; where nothing costs that much, computation is."""
+"""Minimum share of the step for a loss to be the bottleneck; if nothing reaches it, computation is the bottleneck."""
 MIN_SHOWN = 0.03
-"""Share of the step below which a bottleneck is not mentioned."""
+"""Share of the step below which a bottleneck is not reported."""
 NEAR_LIMIT = 0.85
-"""Fraction of device memory from which on it counts as nearly full."""
+"""Fraction of device memory above which memory counts as nearly full."""
 MUCH_LONGER = 1.5
-"""How many times the bubble of balanced stages a bubble is, from which on that is reported."""
+"""Ratio to the bubble of balanced stages above which a bubble is reported."""
 LITTLE_GAIN = 1.05
-"""Speed-up by mixed precision below which it counts as small."""
+"""Speed-up from mixed precision below which it counts as small."""
 MUCH_OPTIMIZER = 0.3
-"""Fraction of the step from which on a program's optimiser counts as a bottleneck."""
+"""Fraction of the step above which a program's optimiser counts as a bottleneck."""
 MAX_AHEAD = 0.05
-"""Share of the step by which the host may be ahead of the device where launching is what takes the time."""
+"""Maximum lead of the host over the device, as a share of the step, for the step to count as launch-bound."""
 GIVES_UP = 7
-"""Recompilations after which PyTorch (``recompile_limit``) runs a function without its graphs."""
+"""Number of recompilations after which PyTorch (``recompile_limit``) runs a function without graphs."""
 PLAIN_SCHEDULES = ("1f1b", "gpipe", "interleaved")
-"""Schedules that leave the whole bubble of their micro-batches and chunks."""
+"""Schedules that leave the full bubble of their micro-batches and chunks."""
 PART_OF: Mapping[Kind, PartName] = {
     "communication": "communication",
     "io": "data",
     "bubble": "bubble",
     "dispatch": "dispatch",
 }
-"""Kinds of bottlenecks that are a part of the step, with that part."""
+"""Kinds of bottlenecks that are one part of the step, with that part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosedCase:
-    """All that is known of a trial to be diagnosed."""
+    """All data on a trial to diagnose."""
 
     trial: Trial
     workload: Workload
@@ -344,14 +342,14 @@ class DiagnosedCase:
     view: ModelView | None
     profile: ProfileOf | None
     changes: Sequence[KnobChange]
-    """Legal candidates that may do better."""
+    """Legal candidates that may be faster."""
     varied: frozenset[str]
-    """Knobs that the sweep varies; custom ones also by the built-in knob that their name stands for."""
+    """Knobs that the sweep varies; custom ones also by the built-in knob that their name corresponds to."""
     limit_bytes: float | None
-    """Device memory of a rank; None where it is not known."""
+    """Device memory of a rank; None if unknown."""
     effects: Sequence[KnobEffect]
     roles: Mapping[str, str]
-    """Built-in knob by custom knob that the sweep file maps to it."""
+    """Maps custom knobs to built-in ones, as in the sweep file."""
 
     @property
     def measurement(self) -> Measurement:
@@ -360,9 +358,9 @@ class DiagnosedCase:
 
 
 def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
-    """The bottlenecks of a trial: the one that matters first, then the others worth a line, the largest first.
+    """The bottlenecks of a trial: the one that matters most, then the others worth a line, largest first.
 
-    Empty if it is unknown where the time goes.
+    Empty if the step time was not split.
     """
     found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
     others = (_memory_bottleneck, _imbalance_bottleneck, _launch_bottleneck, _optimizer_bottleneck)
@@ -395,17 +393,28 @@ def _part_bottleneck(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
     if whole - seconds >= MIN_SHOWN * case.parts.step_time_s:
         lines.append(f"another {milliseconds(whole - seconds)} is waiting for the slowest rank")
     remedies = find_remedies(kind, case.trial, _shorter_bubbles(case), case.view) if kind == "bubble" else None
-    return _bottleneck(case, kind, seconds, found[0].source, lines, remedies)
+    made = _bottleneck(case, kind, seconds, found[0].source, lines, remedies)
+    more = _more_workers(case) if kind == "io" and made.remedy is None else ""
+    return replace(made, note="; ".join(filter(None, (made.note, more))))
+
+
+def _more_workers(case: DiagnosedCase) -> str:
+    """What to add to the sweep if no candidate has more loading processes than this trial; else empty."""
+    workers = _num_workers(case)
+    others = [_own_workers(change.candidate, case.roles) for change in case.changes]
+    if not workers or any((other or 0) > workers for other in others):
+        return ""
+    return f"no candidate has more than {workers} loading processes: add {2 * workers} to num_workers"
 
 
 def _shorter_bubbles(case: DiagnosedCase) -> list[KnobChange]:
-    """Changes after which balanced stages would idle less."""
+    """Changes with which balanced stages would idle less."""
     here = _ideal_bubble(case, case.trial.candidate)
     return [change for change in case.changes if _ideal_bubble(case, change.candidate) < here]
 
 
 def _ideal_bubble(case: DiagnosedCase, candidate: Candidate) -> float:
-    """Share of the step that balanced stages idle; where the schedule fills bubbles, a lower bound of it."""
+    """Share of the step that balanced stages idle; a lower bound for schedules that fill bubbles."""
     layout = candidate.layout
     if layout.pp > 1 and layout.schedule not in PLAIN_SCHEDULES:
         return 0.0
@@ -460,7 +469,7 @@ def _collectives(case: DiagnosedCase) -> list[str]:
     facts, lines = script.facts, []
     if facts.buckets and facts.bucket_bytes:
         buckets = f"{num_bytes(facts.bucket_bytes)} of gradients in {count(facts.buckets, 'bucket')}"
-        is_clocked = facts.bucket_exposed_s and case.profile is None  # a profile says it of its own steps
+        is_clocked = facts.bucket_exposed_s and case.profile is None  # a profile measures it for its own steps
         wait = f", {milliseconds(facts.bucket_exposed_s or 0)} of it after the backward pass" if is_clocked else ""
         lines.append(f"DistributedDataParallel reduces {buckets}{wait}")
     if facts.collectives:
@@ -480,15 +489,22 @@ def _io_evidence(case: DiagnosedCase) -> list[str]:
 
 
 def _num_workers(case: DiagnosedCase) -> int | None:
-    """Loading processes of a rank, by a built-in or a custom knob; None where a program decides it itself."""
+    """Data-loading processes of a rank, from a built-in or a custom knob; None if only the program decides."""
     candidate = case.trial.candidate
-    for choice in candidate.own:
-        if meaning(choice.name, choice.value, roles=case.roles) == "num_workers":
-            return int(float(str(choice.value)))
+    if (own := _own_workers(candidate, case.roles)) is not None:
+        return own
     script = case.measurement.findings.script
     if script is not None and not candidate.loader.num_workers:
         return script.facts.num_workers
     return candidate.loader.num_workers
+
+
+def _own_workers(candidate: Candidate, roles: Mapping[str, str]) -> int | None:
+    """Data-loading processes by a custom knob, or by the built-in one; None if neither is set."""
+    for choice in candidate.own:
+        if meaning(choice.name, choice.value, roles=roles) == "num_workers" and str(choice.value).isdigit():
+            return int(str(choice.value))
+    return candidate.loader.num_workers or None
 
 
 def _bubble_evidence(case: DiagnosedCase) -> list[str]:
@@ -526,7 +542,7 @@ def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
 
 
 def _recompiled(case: DiagnosedCase) -> tuple[int, str]:
-    """How often graph mode recompiled, and the last reason."""
+    """Number of recompilations in graph mode, and the last reason."""
     graph, script = case.measurement.findings.graph, case.measurement.findings.script
     if graph is not None:
         return graph.num_recompilations, graph.reasons[0] if graph.reasons else ""
@@ -541,7 +557,7 @@ def _recompilations(case: DiagnosedCase) -> list[str]:
 
 
 def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
-    """Repeated recompilation: its time in the measured steps, or that PyTorch has given up."""
+    """Repeated recompilation: its time in the measured steps, or the fact that PyTorch has given up."""
     number, _ = _recompiled(case)
     script = case.measurement.findings.script
     seconds = (script.facts.compiling_s or 0.0) if script is not None else 0.0
@@ -556,7 +572,7 @@ def _compilation_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
 
 
 def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
-    """Operators so small that launching them is what takes the time; a profile, where there is one, knows better."""
+    """Operators so small that launching them dominates. A profile, if there is one, takes precedence."""
     script, step_s = case.measurement.findings.script, case.parts.step_time_s
     if script is None or case.profile is not None:
         return None
@@ -564,7 +580,7 @@ def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     if not operators or not launch_s:
         return None
     if facts.ahead_s is not None and facts.ahead_s > MAX_AHEAD * step_s:
-        return None  # the device has work left when the host has launched all
+        return None  # the device still has work when the host has launched everything
     parts: tuple[PartName, ...] = ("forward", "backward", "recompute", "optimizer")
     busy_s, cpu_s = sum(case.parts.seconds(name) for name in parts), facts.cpu_s or step_s
     launching_s = busy_s * min(1.0, operators * launch_s / cpu_s)
@@ -587,7 +603,7 @@ def _micro(seconds: float) -> str:
 
 
 def _optimizer_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
-    """The optimiser of a program, where it takes much of the step."""
+    """The optimiser of a program, if it takes much of the step."""
     share = case.parts.share("optimizer")
     if case.measurement.findings.script is None or share < MUCH_OPTIMIZER:
         return None
@@ -612,7 +628,7 @@ def _passes_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
 
 
 def _memory_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
-    """What memory costs: recompute, and the speed of candidates that do not fit."""
+    """The cost of memory: recompute, and the speed of candidates that do not fit."""
     found = find_remedies("memory", case.trial, case.changes, case.view)
     again = [part for part in case.parts.parts if part.name == "recompute"]
     again_s = sum(part.seconds for part in again)
@@ -628,7 +644,7 @@ def _memory_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
 
 
 def _saved_without_recompute_s(case: DiagnosedCase, found: Remedies) -> float:
-    """Seconds that a change of recompute was surely measured to save, in excess of what it is taken to cost."""
+    """Seconds by which the measured saving of a change of recompute certainly exceeds its assumed cost."""
     best = found.best
     if best is None or best.source != "measured" or "recompute" not in best.changed or not _recomputes(case.trial):
         return 0.0
@@ -656,7 +672,7 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
 
 
 def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
-    """What the busiest rank computes beyond the mean of all ranks."""
+    """Computation of the busiest rank in excess of the mean of all ranks."""
     loads: list[float] = []
     source: Source = "modelled"
     ranks = case.measurement.rank_parts
@@ -688,7 +704,7 @@ def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
 
 
 def _even_layers(case: DiagnosedCase) -> str | None:
-    """The layers of even stages, where those of the trial are not."""
+    """The layers of even stages, if the trial's stages are uneven."""
     stages = case.trial.candidate.layout.stage_layers
     if len(stages) != 1 or max(stages[0]) - min(stages[0]) <= 1:
         return None
@@ -697,9 +713,9 @@ def _even_layers(case: DiagnosedCase) -> str | None:
 
 
 def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
-    """Computation itself; nothing where forward and backward are not split, for they could be anything.
+    """Computation itself; empty if forward and backward are not split, because they could be anything.
 
-    Where only the cost model splits them, the evidence holds no cause: the model cannot see what a profile would.
+    If only the cost model splits them, the evidence names no cause: only a profile could show one.
     """
     found = [part for part in case.parts.parts if part.name == "compute"]
     if not found:
@@ -719,7 +735,7 @@ def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
 
 
 def _is_fp32(case: DiagnosedCase) -> bool:
-    """Whether all is computed in fp32; a program's own number format counts, where its hook has seen it."""
+    """Whether everything is computed in fp32; for a program, by the number format that its hook recorded."""
     script, candidate = case.measurement.findings.script, case.trial.candidate
     if candidate.precision.level != "O0" or candidate.kernels.matmul_precision != "highest":
         return False

@@ -1,4 +1,5 @@
-"""What changing one knob did: from pairs of trials that differ in nothing else, else from a regression over all."""
+"""The effect of changing one knob, from pairs of trials that are otherwise equal, or else from a regression over
+all."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ from trials.outcome import Measurement
 from trials.reports import ScriptFacts
 
 SAME_MEMORY = 0.02
-"""Share by which peaks of memory may differ from run to run."""
+"""Share by which memory peaks may differ between runs."""
 IMPLIED = ("world_size",)
-"""Knobs that follow from others."""
+"""Knobs that are derived from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One trial as a row of the table."""
+    """A trial as one row of the table."""
 
     trial: int
     values: tuple[tuple[Any, ...], ...]
-    """Values of each group of the table's knobs, in their order."""
+    """Values of each group of the table's knobs, in order."""
     log_time: float
-    """Logarithm of the step time in seconds, times the objective's weight."""
+    """Logarithm of the step time in seconds times the objective's weight."""
     measurement: Measurement
 
 
@@ -45,12 +46,12 @@ class Table:
     """The trials of a search and the knobs that vary among them."""
 
     knobs: tuple[tuple[str, ...], ...]
-    """Groups of knobs: those that always changed together, and cannot be told apart, are one group."""
+    """Groups of knobs; knobs that always changed together cannot be distinguished and form one group."""
     rows: tuple[Observation, ...]
 
 
 def tabulate(trials: Iterable[Trial], objective: Objective) -> Table:
-    """The table of the search's trials that were measured."""
+    """The table of the search's measured trials."""
     seen = [(t, t.measurement) for t in trials if t.check is None and t.measurement is not None]
     params = aligned_params(trial.candidate for trial, _ in seen)
     names = [name for name in (params[0] if params else ()) if len({str(p[name]) for p in params}) > 1]
@@ -68,7 +69,7 @@ def tabulate(trials: Iterable[Trial], objective: Objective) -> Table:
 
 
 def _aliases(names: Sequence[str], params: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Names of knobs grouped by how they partition the trials; groups of implied knobs alone are left out."""
+    """Names of knobs, grouped by how they partition the trials; groups of only implied knobs are omitted."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in names:
         codes: dict[str, int] = {}
@@ -82,19 +83,19 @@ Array = NDArray[np.float64]
 Value = tuple[Any, ...]
 """Values of a group of knobs that always change together."""
 LogRatio = tuple[float, float | None, float | None]
-"""Logarithm of a ratio of speeds with its 95% interval, where that is known."""
+"""Logarithm of a ratio of speeds with its 95% interval, if known."""
 
 MIN_SPARE = 3
-"""Trials that the regression needs beyond the number of its unknowns."""
+"""Number of trials that the regression needs in excess of its unknowns."""
 MAX_RELATIVE_ERROR = 1.0
 """Standard error of a log ratio above which the regression's estimate is not shown."""
 
 
 def main_effects(table: Table, objective: Objective) -> tuple[KnobEffect, ...]:
-    """For each knob, the effect of its most frequent value against each other one.
+    """For each knob, the effect of its most frequent value against every other one.
 
-    Effects whose interval excludes no difference come first, then the others; the largest first. Trials that were
-    stopped early are left out.
+    Effects whose interval excludes 1 come first, then the others, each by decreasing size. Trials that were stopped
+    early are ignored.
     """
     regression = _Regression.of(table)
     found = [
@@ -107,7 +108,7 @@ def main_effects(table: Table, objective: Objective) -> tuple[KnobEffect, ...]:
 
 
 def _contrasts(rows: Sequence[Observation], index: int) -> list[tuple[Value, Value]]:
-    """Pairs of values to compare: the most frequent one with each of the others."""
+    """Pairs of values to compare: the most frequent one with every other one."""
     counts = Counter(row.values[index] for row in rows)
     (reference, _), *others = counts.most_common() or [((), 0)]
     return [(reference, value) for value, _ in others]
@@ -143,7 +144,7 @@ def _is_custom(knobs: Sequence[str]) -> bool:
 
 
 def _are_same(pairs: Sequence[tuple[Observation, Observation]]) -> bool:
-    """Whether the trials of each pair trained the same in the same way, as far as it was seen."""
+    """Whether the trials of each pair trained identically, as far as was observed."""
     return bool(pairs) and all(_is_same(one.measurement, other.measurement) for one, other in pairs)
 
 
@@ -158,12 +159,12 @@ def _is_same(one: Measurement, other: Measurement) -> bool:
 
 
 def _untimed(facts: ScriptFacts) -> dict[str, Any]:
-    """The facts without those that are seconds, which differ from run to run."""
+    """The facts except those in seconds, which vary between runs."""
     return {one.name: getattr(facts, one.name) for one in fields(facts) if not one.name.endswith("_s")}
 
 
 def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) -> list[tuple[Observation, Observation]]:
-    """Pairs of trials, with ``one`` and with ``other``, that agree in all other knobs."""
+    """Pairs of trials with ``one`` and with ``other`` that agree in all other knobs."""
     alike: Mapping[tuple[Value, ...], dict[Value, Observation]] = defaultdict(dict)
     for row in rows:
         alike[row.values[:index] + row.values[index + 1 :]][row.values[index]] = row
@@ -187,7 +188,7 @@ def _negative(value: float | None) -> float | None:
 
 
 class _Regression:
-    """Least squares of log time on a term per value of each knob."""
+    """Least-squares fit of log time to a term per value of each knob."""
 
     def __init__(self, columns: Mapping[tuple[int, Value], int], design: Array, times: Array) -> None:
         self._columns = columns
@@ -200,7 +201,7 @@ class _Regression:
 
     @classmethod
     def of(cls, table: Table) -> _Regression | None:
-        """The regression over the measured trials; None where too few are left to tell how well it fits."""
+        """The regression over the measured trials; None if too few remain to estimate its error."""
         rows = table.rows
         if not rows or not table.knobs:
             return None
@@ -215,7 +216,7 @@ class _Regression:
         return made if made._num_spare >= MIN_SPARE else None
 
     def contrast(self, index: int, one: Value, other: Value) -> LogRatio | None:
-        """Log ratio of speeds with its 95% interval; None where the trials do not determine it."""
+        """Log ratio of speeds with its 95% interval; None if the trials do not determine it."""
         weights = np.zeros(len(self._weights))
         weights[self._columns[(index, one)]], weights[self._columns[(index, other)]] = 1.0, -1.0
         if not np.allclose(self._projection @ weights, weights, atol=1e-6):

@@ -1,4 +1,4 @@
-"""Explains a sweep from its state and from what is known of its candidates and hardware."""
+"""Explains a sweep from its state and from the data on its candidates and hardware."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from orchestrator.planning.predictions import PriorKnowledge
 from orchestrator.proof.progress import confirmation
 from orchestrator.search.predictor import UnknownDimensionsError, UnpredictableError, make_predictor
 from orchestrator.space.knobs import roles_of
-from orchestrator.space.notation import flat_params
+from orchestrator.space.notation import diff, flat_params
 from orchestrator.space.space import LargeSpace, neighbours
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.ledger import Ledger, LedgerError
@@ -37,37 +37,37 @@ from orchestrator.units import status_label, trial_id
 from trials.spec import Candidate, ScriptModel
 
 MAX_SPLIT = 200
-"""Trials from which on only those are taken apart that are shown."""
+"""Number of trials above which only those that a report shows are broken down."""
 MAX_LISTED = 5000
-"""Candidates looked through for knobs that vary."""
+"""Maximum number of candidates searched for knobs that vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Candidates and hardware of a sweep. From an empty value, only what was measured can be explained."""
+    """Candidates and hardware of a sweep. With an empty value, only measurements can be explained."""
 
     candidates: Sequence[Candidate] = ()
     """Legal candidates of the sweep's plan."""
     beyond: LargeSpace | None = None
-    """The space that these candidates are a part of, where it was too large to list; None elsewhere."""
+    """The space from which these candidates were drawn if it was too large to list; else None."""
     varied: frozenset[str] | None = None
-    """Knobs with more than one value in the sweep's space; None stands for those in which the candidates differ."""
+    """Knobs with more than one value in the sweep's space; None: those in which the candidates differ."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Built-in knob by custom knob that the sweep file maps to it."""
+    """Maps custom knobs to built-in ones, as in the sweep file."""
     topology: Topology | None = None
-    """The hardware; None where it is not known, and the cost model then says nothing."""
+    """The hardware; None if unknown: the cost model then makes no predictions."""
     knowledge: PriorKnowledge = field(default_factory=PriorKnowledge)
     problem: str = ""
-    """Why candidates or hardware are not known; empty where they are."""
+    """Why candidates or hardware are unknown; empty if they are known."""
 
 
 def explain_sweep(
     state: SweepState, basis: Basis, *, trial: int | None = None, phase: Phase | None = None
 ) -> SweepExplanation:
-    """Explain a sweep at any time of its life, with ``trial`` diagnosed in place of its winner.
+    """Explain a sweep at any time, with ``trial`` diagnosed instead of its winner.
 
     Args:
-        phase: where it stands, as seen from outside; None: as its events have it.
+        phase: the sweep's phase as seen from outside; None: that of its events.
 
     Raises:
         LookupError: the sweep has not been created yet.
@@ -103,7 +103,7 @@ def explain_sweep(
 
 
 def _to_split(kept: Sequence[Trial], named: Sequence[Trial], state: SweepState) -> Iterable[Trial]:
-    """Trials whose step time is taken apart: of a long sweep, those that a report shows."""
+    """Trials whose step time is broken down; for a long sweep, those that a report shows."""
     if len(kept) <= MAX_SPLIT:
         return kept
     shown = {trial.number for trial in named} | {one.number for one in state.fastest}
@@ -114,7 +114,7 @@ def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None
     """The baseline and the other diagnosed trial, if measured, with the role of the latter.
 
     Raises:
-        ConfigError: the trial ``named`` for was not measured.
+        ConfigError: the trial ``named`` was not measured.
     """
     baseline = state.baseline if state.baseline and state.baseline.measurement else None
     if named is None:
@@ -128,7 +128,7 @@ def diagnosed_trials(state: SweepState, named: int | None) -> tuple[Trial | None
 
 
 def _measured(state: SweepState, number: int) -> Trial:
-    """The requested trial; for a check, the trial that it runs again."""
+    """The requested trial; for a check, the trial that it repeats."""
     trial = state.trials[number]
     if trial.check is not None:
         trial = state.trials[trial.check.of]
@@ -140,14 +140,15 @@ def _measured(state: SweepState, number: int) -> Trial:
 
 
 def _changes(trial: Trial, legal: Sequence[Candidate], state: SweepState, basis: Basis) -> list[KnobChange]:
-    """Legal changes of a trial: among the plan's candidates, those tried, and its neighbours in a space too large."""
+    """Legal changes of a trial: among the plan's candidates, the tried ones, and its neighbours if the space is too
+    large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
     candidates = tuple(dict.fromkeys([*legal, *near])) if near else legal
     return changes(trial, candidates, state.searched(), state.objective, _confirmed(state), roles=basis.roles)
 
 
 def _confirmed(state: SweepState) -> dict[int, ConfirmedRatio]:
-    """By finalist, its ratio to the baseline in the rounds of the last confirmation."""
+    """For each finalist, its ratio to the baseline in the rounds of the last confirmation."""
     found = confirmation(state)
     if found is None or state.virtual is not None:
         return {}
@@ -159,7 +160,7 @@ def _confirmed(state: SweepState) -> dict[int, ConfirmedRatio]:
 def _view(
     state: SweepState, basis: Basis, kept: Sequence[Trial], near: Sequence[Candidate]
 ) -> tuple[ModelView | None, str]:
-    """The cost model for the trials ``kept`` and the candidates ``near`` them; else None and why there is none."""
+    """The cost model for the trials ``kept`` and the candidates ``near`` them; else None and the reason."""
     candidates = tuple(dict.fromkeys([*(trial.candidate for trial in kept), *near]))
     known = basis.knowledge
     if basis.topology is None or not candidates:
@@ -218,7 +219,15 @@ class _Diagnoser:
             roles=self._basis.roles,
         )
         advice = advise(self._observed(trial))
-        return Diagnosis(trial=trial.number, role=role, parts=parts, bottlenecks=diagnose(case), advice=advice)
+        baseline = self._state.baseline
+        return Diagnosis(
+            trial=trial.number,
+            role=role,
+            parts=parts,
+            bottlenecks=diagnose(case),
+            advice=advice,
+            changed=diff(trial.candidate, baseline.candidate) if baseline is not None else {},
+        )
 
     def _observed(self, trial: Trial) -> Observed:
         assert trial.measurement is not None, "only measured trials are diagnosed"
@@ -237,7 +246,7 @@ class _Diagnoser:
 
     @property
     def limit_bytes(self) -> float | None:
-        """Memory of a rank's device; ranks on CPUs share the host's memory unless the sweep limits them."""
+        """Memory of a rank's device. Ranks on CPUs share the host's memory unless the sweep limits it."""
         if self._view is not None:
             return self._view.limit_bytes
         topology = self._basis.topology
@@ -255,21 +264,21 @@ def _varied(basis: Basis, kept: Sequence[Trial]) -> frozenset[str]:
     return frozenset(name for name, values in seen.items() if len(values) > 1)
 
 
-# Explains a sweep from its ledger, which may be in use by a controller.
+# Explains a sweep from its ledger, which a controller may be using.
 
 
 logger = logging.getLogger(__name__)
 
 UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError, LedgerError)
-"""Exceptions that reading documents of another version of this program may raise."""
+"""Exceptions that may occur when documents of another version of this program are read."""
 
 
 def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepState | None = None) -> SweepExplanation:
     """Explain the sweep of this ledger.
 
     Args:
-        trial: the one to diagnose beside the baseline in place of the winner: ``3``, ``t003``, ``best``.
-        state: the fold of the ledger's events, where the caller has it already.
+        trial: diagnosed in addition to the baseline, instead of the winner: ``3``, ``t003``, ``best``.
+        state: the fold of the ledger's events, if already available.
 
     Raises:
         ConfigError: nothing was measured yet, or ``trial`` was not.
@@ -328,7 +337,7 @@ def _knowledge(ledger: Ledger) -> PriorKnowledge:
 
 
 def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> tuple[Plan | None, str]:
-    """The plan without the candidates of the stage balancer, which takes minutes; else None and why."""
+    """The plan without the candidates of the stage balancer, which takes minutes; else None and the reason."""
     space = spec.space.model_copy(update={"balance": False})
     try:
         return make_plan(spec.model_copy(update={"space": space}), topology, known.estimates), ""
@@ -344,7 +353,7 @@ def _varied_knobs(spec: SweepSpec) -> frozenset[str]:
 
 
 def _topology(created: SweepCreated) -> tuple[Topology | None, str]:
-    """From the hardware and the fingerprint kept with the sweep: what this host has may be something else."""
+    """The hardware and the fingerprint saved with the sweep; this host's may differ."""
     known, memory = created.devices, created.fingerprint.get("device_memory_bytes", "")
     if not memory.isdigit():
         return None, "the hardware is unknown"

@@ -1,4 +1,4 @@
-"""Which knobs help against which kind of bottleneck, and what their legal changes bring, measured or predicted."""
+"""The knobs that help against each kind of bottleneck, and the gain of their legal changes, measured or predicted."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from orchestrator.diagnosis.values import Kind, Remedy
 from orchestrator.objective import Objective
 from orchestrator.search.acquisition import Posterior, Residual, Seen, condition, learn, probability_fits
 from orchestrator.search.predictor import LOCAL_STD, Predictor, estimate_rows, log_device_seconds, of_candidates
+from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import diff
 from orchestrator.space.space import without_effect
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, speed_ratio, verdict
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
 from trials.outcome import OutOfMemory
-from trials.spec import Candidate, LlamaModel, ResNetModel, UserModel, Workload, decoder_of
+from trials.spec import Candidate, LlamaModel, ResNetModel, ScriptModel, UserModel, Workload, decoder_of
 
-# Predictions of the cost model for a sweep's candidates after its trials, as used by the guided search.
+# Predictions of the cost model for a sweep's candidates, corrected by its trials, as used by the guided search.
 
 
 MIN_FOR_ERROR = 4
-"""Trials from which on leave-one-out estimates the error of predictions."""
+"""Minimum number of trials for a leave-one-out estimate of the prediction error."""
 
 ROWS_AT_ONCE = 1024
-"""Rows whose covariances with all measured trials are held at a time."""
+"""Number of rows whose covariances with all measured trials are held at a time."""
 
 Rows = NDArray[np.intp]
 """Rows of candidates among the predictor's, shape (num_rows,)."""
 
 
 class ModelView:
-    """Predictions for a fixed list of candidates, those of the sweep's trials among them.
+    """Predictions for a fixed list of candidates, which includes those of the sweep's trials.
 
     Args:
-        predictor: of these candidates, as :func:`orchestrator.search.predictor.make_predictor` makes it.
-        trials: those of the sweep that the model learns from.
-        profile: what a probe measured of the nodes; the one that the predictor was made with.
+        predictor: for these candidates, from :func:`orchestrator.search.predictor.make_predictor`.
+        trials: the sweep's trials that correct the model.
+        profile: a probe's measurements of the nodes; the one that the predictor was made with.
     """
 
     def __init__(self, predictor: Predictor, trials: Sequence[Trial], profile: Profile | None = None) -> None:
@@ -72,7 +73,7 @@ class ModelView:
     def step_terms_s(self, candidate: Candidate) -> dict[str, float]:
         """The cost model's terms of the step time in seconds, with coefficients fitted to this sweep's trials.
 
-        On CPUs, where the core that launches operators also runs them, launching is part of computing.
+        On CPUs, the core that launches operators also runs them, so launching is part of computing.
         """
         row = self._row(candidate)
         x = self._predictor.inputs.take(slice(row, row + 1))
@@ -99,18 +100,18 @@ class ModelView:
         return float(np.exp(self._mean[here] - self._mean[there])), float(self._std[there])
 
     def peak_bytes(self, candidate: Candidate, *, like: Trial) -> float:
-        """Predicted peak of the fullest rank, corrected by what was measured of trial ``like``."""
+        """Predicted peak of the fullest rank, corrected by the measurement of trial ``like``."""
         peaks = self._predictor.estimates.peak_bytes
         expected = float(peaks[self._row(candidate)])
         peak = _peak(like)
         return expected * peak / float(peaks[self._row(like.candidate)]) if peak else expected
 
     def probability_fits(self, candidate: Candidate) -> float:
-        """Probability that the candidate fits into memory, given which trials did and which did not."""
+        """Probability that the candidate fits into memory, given which trials fitted and which did not."""
         return float(self._fits[self._row(candidate)])
 
     def distinguishes(self, one: Candidate, other: Candidate) -> bool:
-        """Whether the model, or what trials taught it, expects a difference at all."""
+        """Whether the model, corrected by the trials, predicts any difference."""
         seconds = self._predictor.estimates.step_s
         here, there = self._row(one), self._row(other)
         return bool(seconds[here] != seconds[there]) or abs(float(self._mean[here] - self._mean[there])) > 1e-3
@@ -124,7 +125,7 @@ class ModelView:
         errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
         kept = condition(self._posterior.error, rows, errors, self._residual.scale)
         own = (kept.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
-        misses = np.abs(np.expm1(kept.weights / own))  # what each trial misses its prediction from the others by
+        misses = np.abs(np.expm1(kept.weights / own))  # the error of each trial's prediction from the others
         return float(np.median(misses))
 
     @functools.cached_property
@@ -144,7 +145,7 @@ class ModelView:
 
     @functools.cached_property
     def _known_s(self) -> dict[int, float]:
-        """Weighted seconds per step by row, of earlier sweeps' trials as well."""
+        """Weighted seconds per step by row, including trials of earlier sweeps."""
         return {**self._predictor.earlier_times_s, **self._times_s}
 
     @functools.cached_property
@@ -154,7 +155,7 @@ class ModelView:
 
     @functools.cached_property
     def _seen(self) -> Seen:
-        """What the sweep's trials have shown of time and memory."""
+        """The sweep's measurements of time and memory."""
         return Seen(
             times_s=self._times_s,
             peaks={self._row(t.candidate): peak / self.limit_bytes for t in self._trials if (peak := _peak(t))},
@@ -169,20 +170,20 @@ class ModelView:
 
     @functools.cached_property
     def _residual(self) -> Residual:
-        """What the trials teach about the errors of the cost model."""
+        """The errors of the cost model, learned from the trials."""
         rows = np.array(sorted(self._known_s), dtype=np.intp)
         errors = np.log([self._known_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
         return learn(self._posterior.error, rows, errors)
 
     @functools.cached_property
     def _mean(self) -> Array:
-        """Mean of the log weighted seconds per step, shape (num_candidates,)."""
+        """Mean of the logarithm of the weighted seconds per step, shape (num_candidates,)."""
         rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
         return np.asarray(self._posterior.log_time[rows] + self._residual.mean(rows))
 
     @functools.cached_property
     def _std(self) -> Array:
-        """Standard deviation of the same, shape (num_candidates,)."""
+        """Its standard deviation, shape (num_candidates,)."""
         rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
         parts = [self._residual.std(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)]
         return np.concatenate(parts)
@@ -192,32 +193,32 @@ class ModelView:
 
 
 def _peak(trial: Trial) -> int:
-    """Measured peak of the fullest rank in bytes; 0 where it was not measured."""
+    """Measured peak of the fullest rank in bytes; 0 if it was not measured."""
     return trial.measurement.peak_bytes if trial.measurement else 0
 
 
-# Which trials of a long sweep an explanation rests on, so that its cost does not grow with the sweep.
+# Samples the trials of a long sweep for an explanation, so that its cost does not grow with the sweep.
 #
-# Forests, regressions and the cost model's residuals cost more than proportionally to the trials they see, and gain
-# little beyond a thousand. What is asked about stays in the sample: the diagnosed trials, the fastest, and the trials
-# most like the diagnosed ones, which show what changing one knob did.
+# Forests, regressions and the cost model's residuals cost more than proportionally to the number of trials, and gain
+# little beyond a thousand. The sample always includes the diagnosed trials, the fastest, and those most similar to the
+# diagnosed ones, which show the effect of changing one knob.
 
 
 MAX_TRIALS = 1000
-"""Trials looked at; sweeps of no more are looked at in whole."""
+"""Maximum number of trials in the sample; smaller sweeps are used in full."""
 SHARE_ALIKE = 0.4
-"""Share of them that is most like the diagnosed trials; the others are spread evenly over the sweep."""
+"""Share of the sample that is most similar to the diagnosed trials; the rest is spread evenly over the sweep."""
 PARTS = ("layout", "micro_batch_size", "recompute", "precision", "offload", "loader", "kernels", "own")
 """Parts of a candidate."""
 
 
 def num_parts(one: Candidate, other: Candidate) -> int:
-    """Number of parts in which two candidates differ: cheap, unlike comparing knob by knob."""
+    """Number of parts in which two candidates differ; cheap, unlike a comparison of all knobs."""
     return sum(getattr(one, name) != getattr(other, name) for name in PARTS)
 
 
 def sample(searched: Sequence[Trial], named: Sequence[Trial], state: SweepState) -> list[Trial]:
-    """At most about :data:`MAX_TRIALS` of the search's trials, in their order, ``named`` and the fastest among them."""
+    """At most about :data:`MAX_TRIALS` of the search's trials, in order, including ``named`` and the fastest."""
     if len(searched) <= MAX_TRIALS:
         return list(searched)
     kept = {trial.number for trial in named} | {one.number for one in state.fastest}
@@ -252,10 +253,13 @@ IMPLIED: Mapping[str, frozenset[str]] = {
     "num_workers": frozenset({"prefetch_factor", "persistent_workers"}),
     "dataloader": frozenset({"num_workers", "prefetch_factor"}),
 }
-"""Knobs that may have to change with another one."""
+"""Maps a knob to those that may have to change with it."""
 
 FOLLOWING = frozenset({"world_size", "tp_engine"})
-"""Knobs that may follow from any other one: from degrees, or from schedule and recompute where the engine is auto."""
+"""Knobs that any other knob may imply: from degrees, or from schedule and recompute if the engine is auto."""
+
+IN_DDP = tuple(f"{INSIDE}:{name}" for name in ("ddp_bucket_mb", "ddp_gradient_as_bucket_view", "ddp_static_graph"))
+"""Knobs set inside programs that use DistributedDataParallel."""
 
 HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "memory": (
@@ -268,7 +272,7 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "communication": (
         *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "pp", "cp"),
-        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size"),
+        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size", *IN_DDP),
     ),
     "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
@@ -281,20 +285,20 @@ HELPFUL_KNOBS = {
     **HELPFUL_KNOBS,
     "passes": tuple(dict.fromkeys(knob for kind in ("compute", "dispatch", "memory") for knob in HELPFUL_KNOBS[kind])),
 }
-"""Kind of bottleneck to the knobs that help against it, the most direct ones first."""
+"""Maps each kind of bottleneck to the knobs that help against it, most direct first."""
 
 MAX_PARTS = 3
-"""Parts of a candidate (layout, precision, loader, ...) in which a change may differ from it."""
+"""Maximum number of parts of a candidate (layout, precision, loader, ...) in which a change may differ from it."""
 MAX_NEAR = 2000
-"""Candidates that changes of a trial are looked for among."""
+"""Maximum number of candidates searched for changes of a trial."""
 MAX_EXAMINED = 1000
-"""Candidates looked at to find knobs that must change."""
+"""Maximum number of candidates examined to find knobs that must change."""
 PENALTY = 0.02
-"""Speed, as a share, that each further knob to be changed must bring."""
+"""Minimum gain in speed, as a share, for each additional knob to change."""
 SURE_SPREADS = 0.67
-"""Standard deviations by which a predicted gain must exceed zero: odds of three to one that it is a gain."""
+"""Standard deviations by which a predicted gain must exceed zero: odds of three to one that it is real."""
 MIN_FITS = 0.75
-"""Probability of fitting into memory from which on a change is proposed."""
+"""Minimum probability of fitting into memory for a proposed change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,26 +307,26 @@ class KnobChange:
 
     candidate: Candidate
     changed: Mapping[str, tuple[Any, Any]]
-    """Knob to (value of the trial, value here)."""
+    """Maps knobs to pairs (value of the trial, value here)."""
     forced: frozenset[str]
     """Changed knobs that differ from the trial in every legal candidate."""
     trial: Trial | None
-    """The sweep's trial of this candidate; None where it was not tried."""
+    """The sweep's trial of this candidate; None if it was not tried."""
     ratio: Estimate | None
-    """Its measured score over the trial's; None where it was not measured."""
+    """Its measured score over the trial's; None if not measured."""
     num_rounds: int = 0
-    """Rounds of confirmation that the ratio comes from; 0: from one run of each."""
+    """Rounds of confirmation behind the ratio; 0: one run of each."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Built-in knob by custom knob that the sweep file maps to it."""
+    """Maps custom knobs to built-in ones, as in the sweep file."""
 
     @property
     def meant(self) -> frozenset[str]:
-        """The changed knobs, custom ones by the built-in knob that they stand for."""
+        """The changed knobs, custom ones by the built-in knob that they correspond to."""
         return frozenset(meaning(name, *values, roles=self.roles) for name, values in self.changed.items())
 
 
 def meaning(name: str, *values: Any, roles: Mapping[str, str]) -> str:
-    """The built-in knob that a custom one stands for, by the sweep file or by its name: ``num_workers`` for
+    """The built-in knob that a custom one corresponds to, by the sweep file or by its name: ``num_workers`` for
     ``--num-workers``; else the name itself."""
     if name in roles:
         return roles[name]
@@ -331,14 +335,14 @@ def meaning(name: str, *values: Any, roles: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmedRatio:
-    """A trial's speed over the baseline's, from rounds in which both were measured."""
+    """Speed of a trial over the baseline's, from rounds in which both were measured."""
 
     ratio: Estimate
     num_rounds: int
 
     @property
     def inverse(self) -> ConfirmedRatio:
-        """The baseline's speed over the trial's."""
+        """Speed of the baseline over the trial's."""
         ci95 = self.ratio.ci95
         other = Interval(1 / ci95.high, 1 / ci95.low) if ci95 is not None and ci95.low > 0 else None
         return replace(self, ratio=Estimate(1 / self.ratio.value, other))
@@ -346,16 +350,16 @@ class ConfirmedRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """What the changes that help against one kind of bottleneck promise."""
+    """Gains of the changes that help against one kind of bottleneck."""
 
     best: Remedy | None
-    """The fastest that fits; None where none is known to be faster."""
+    """The fastest that fits; None if none is known to be faster."""
     blocked: Remedy | None
-    """The fastest change that would be faster still, were there memory for it."""
+    """The change that would be fastest with enough memory for it."""
     num_changes: int
-    """Legal changes that were compared."""
+    """Number of legal changes that were compared."""
     note: str
-    """Why there is no best; empty where there is."""
+    """Why there is no best one; empty if there is."""
 
 
 def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[str, ...]:
@@ -366,6 +370,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()
         pointless |= set() if isinstance(workload.model, UserModel) else {"tp", "pp"}
+    pointless |= set() if isinstance(workload.model, ScriptModel) and candidate.layout.dp > 1 else set(IN_DDP)
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
 
@@ -378,15 +383,15 @@ def changes(
     *,
     roles: Mapping[str, str],
 ) -> list[KnobChange]:
-    """Candidates that differ from the trial's only in knobs that help against one kind of bottleneck.
+    """Candidates that differ from the trial only in knobs that help against one kind of bottleneck.
 
-    Knobs that no candidate sets as the trial does may differ as well: a baseline may lie outside of the space.
+    Knobs whose value in the trial occurs in no candidate may differ as well, since a baseline may be outside the space.
 
     Args:
-        candidates: legal ones, those of ``tried`` among them.
+        candidates: legal ones, including those of ``tried``.
         tried: trials of the sweep, whose measurements are better evidence than predictions.
-        confirmed: by finalist, its ratio to the baseline in the rounds of confirmation, which outweighs the search.
-        roles: custom knob to the built-in one that the sweep file says it stands for.
+        confirmed: ratio of each finalist to the baseline in the rounds of confirmation, which override the search.
+        roles: maps custom knobs to built-in ones, as in the sweep file.
     """
     by_candidate = {other.candidate: other for other in tried}
     forced = _forced(trial.candidate, candidates)
@@ -410,7 +415,7 @@ def changes(
 
 
 def _is_within(change: KnobChange, allowed: frozenset[str]) -> bool:
-    """Whether nothing but knobs of ``allowed`` changes, and what every candidate changes."""
+    """Whether only knobs of ``allowed`` change, apart from those that every candidate changes."""
     return all(
         name in change.forced or meaning(name, *values, roles=change.roles) in allowed
         for name, values in change.changed.items()
@@ -424,7 +429,7 @@ def _ratio(other: Trial | None, trial: Trial, objective: Objective) -> Estimate 
 
 
 def _confirmed(other: Trial | None, trial: Trial, confirmed: Mapping[int, ConfirmedRatio]) -> ConfirmedRatio | None:
-    """The ratio of the two as the rounds of confirmation have it; None unless one of them is the baseline."""
+    """The ratio of the two from the rounds of confirmation; None unless one of them is the baseline."""
     if other is None:
         return None
     if trial.number == 0:
@@ -436,8 +441,8 @@ def _confirmed(other: Trial | None, trial: Trial, confirmed: Mapping[int, Confir
 def _near(
     candidate: Candidate, candidates: Sequence[Candidate], tried: Mapping[Candidate, Trial]
 ) -> Sequence[Candidate]:
-    """Candidates that differ in few parts. Of more than :data:`MAX_NEAR`, those that were tried and those that differ
-    in the fewest parts, in the order in which they stand."""
+    """Candidates that differ in few parts. If there are more than :data:`MAX_NEAR`, the tried ones and those that
+    differ in the fewest parts, in their original order."""
     parts = {other: n for other in candidates if 0 < (n := num_parts(other, candidate)) <= MAX_PARTS}
     if len(parts) <= MAX_NEAR:
         return tuple(parts)
@@ -447,7 +452,7 @@ def _near(
 
 
 def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
-    """Knobs that no other candidate sets as this one does, as far as an evenly spaced sample of them tells."""
+    """Knobs whose value in this candidate occurs in no other one, judged by an evenly spaced sample."""
     others = [other for other in spread(candidates, MAX_EXAMINED) if other != candidate]
     if not others:
         return frozenset()
@@ -461,7 +466,7 @@ def _closure(knobs: Sequence[str]) -> frozenset[str]:
 
 
 def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: ModelView | None) -> Remedies:
-    """The best changes against bottlenecks of this kind, as the sweep measured them or as ``view`` predicts them."""
+    """The best changes against bottlenecks of this kind, measured by the sweep or predicted by ``view``."""
     allowed, direct = _closure(HELPFUL_KNOBS[kind]), frozenset(HELPFUL_KNOBS[kind])
     own = [change for change in all_changes if _is_within(change, allowed) and not direct.isdisjoint(change.meant)]
     rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
@@ -479,14 +484,14 @@ def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], v
 
 
 def _is_faster(change: KnobChange, found: Remedy) -> bool:
-    """Whether a change is measured to be faster, or predicted so with enough certainty to be worth a trial."""
+    """Whether a change is measured to be faster, or predicted with enough certainty to be worth a trial."""
     if found.log_spread is not None:
         return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
     return change.ratio is not None and verdict(change.ratio) == "faster"
 
 
 def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
-    """The gain of a change: measured where the sweep tried it, else predicted; None if unknown."""
+    """The gain of a change: measured if the sweep tried it, else predicted; None if unknown."""
     assert trial.measurement is not None
     peak = fits = None
     if view is not None:
@@ -511,14 +516,15 @@ def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | 
 
 
 def _fits(change: KnobChange, found: Remedy) -> bool:
-    """Whether a change fits into memory: measured, else predicted. What failed or was stopped early does not count."""
+    """Whether a change fits into memory: measured, else predicted. Trials that failed or were stopped early do not
+    count."""
     if _has_ended(change):
         return change.trial is not None and change.trial.measurement is not None
     return found.probability_fits is None or found.probability_fits >= MIN_FITS
 
 
 def _needs_memory(change: KnobChange, found: Remedy) -> bool:
-    """Whether a change would need more memory than there is: measured, else predicted."""
+    """Whether a change would need more memory than available: measured, else predicted."""
     if _has_ended(change):
         return change.trial is not None and isinstance(change.trial.outcome, OutOfMemory)
     return found.probability_fits is not None and found.probability_fits < MIN_FITS
@@ -551,7 +557,7 @@ def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool
 
 
 def _between(found: Remedy) -> str:
-    """The interval of a gain that is not shown: of a predicted one, two standard deviations either way."""
+    """The interval of a gain, even if it is not shown; two standard deviations to each side of a predicted gain."""
     if found.ci95 is not None or found.log_spread is None:
         return ratio_interval(found.ci95)
     factor = math.exp(2 * found.log_spread)
@@ -559,12 +565,12 @@ def _between(found: Remedy) -> str:
 
 
 def change_text(found: Remedy) -> str:
-    """``precision O0 → O1-bf16``: what a remedy changes."""
+    """The change of a remedy: ``precision O0 → O1-bf16``."""
     return changes_text(found.changed)
 
 
 def memory_text(found: Remedy, limit_bytes: float | None) -> str:
-    """What is known of the memory that a remedy needs; empty where nothing is."""
+    """The known memory need of a remedy; empty if unknown."""
     if found.peak_bytes is None or not limit_bytes:
         return ""
     words = f"peak {num_bytes(found.peak_bytes)} of {num_bytes(limit_bytes)}"

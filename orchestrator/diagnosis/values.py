@@ -1,4 +1,4 @@
-"""What the explanation of a sweep consists of, as values with their JSON forms."""
+"""The parts of a sweep's explanation as values, with their JSON forms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from scipy import stats
@@ -32,21 +32,22 @@ PartName = Literal[
     "data",
     "other",
 ]
-"""``communication`` and ``host_copies`` (of offloaded activations) are what computation does not hide; ``dispatch`` is
-the device waiting for the host to launch operators; ``forward_backward`` stands for the parts before it where nothing
-tells them apart, ``forward`` and ``backward`` where a program's own clock tells these apart and nothing else does."""
+"""Parts of a step. ``communication`` and ``host_copies`` (of offloaded activations) count only time that no computation
+hides; ``dispatch`` is time in which the device waits for the host to launch operators; ``forward_backward`` replaces
+the parts before it if they cannot be distinguished; ``forward`` and ``backward`` replace them if a program's own clock
+distinguishes only these two."""
 PART_NAMES: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-defined]
-"""All parts, in the order in which they are shown."""
+"""All parts in display order."""
 
 Source = Literal["measured", "profiled", "modelled"]
-"""The source of the time of a part: the trial's own clock, a profile's share of what the clock measured, or the cost
-model's share of it."""
+"""The source of a part's time: the trial's own clock, a profile's share of the clock's time, or the cost model's share
+of it."""
 
 Kind = Literal[
     "memory", "compute", "communication", "io", "bubble", "imbalance", "dispatch", "compilation", "optimizer", "passes"
 ]
-"""Kinds of bottlenecks; ``imbalance`` is ranks waiting for the one that computes most, ``compilation`` graph mode that
-compiles again while it trains, ``passes`` forward and backward where nothing tells computation from waiting."""
+"""Kinds of bottlenecks. ``imbalance``: ranks wait for the one with the most computation; ``compilation``: graph mode
+recompiles during training; ``passes``: forward and backward, if computation and waiting cannot be distinguished."""
 
 
 class Part(NamedTuple):
@@ -59,14 +60,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """Where the step time of a trial goes; ``parts`` sum to ``step_time_s``, the median that was measured."""
+    """The breakdown of a trial's step time; ``parts`` sum to ``step_time_s``, the measured median."""
 
     trial: int
     step_time_s: float
     parts: tuple[Part, ...]
-    """In the order of :data:`PART_NAMES`; parts that take no time may be left out. Empty if it was not split."""
+    """In the order of :data:`PART_NAMES`; parts without time may be missing. Empty if the step was not split."""
     notes: tuple[str, ...] = ()
-    """Sentences for people: why something is not split, or what the split rests on."""
+    """Sentences for people: why something is not split, or the basis of the split."""
 
     def seconds(self, name: PartName) -> float:
         return sum(part.seconds for part in self.parts if part.name == name)
@@ -89,26 +90,27 @@ class Remedy:
 
     candidate: Candidate
     changed: Mapping[str, tuple[Any, Any]]
-    """Knob to (value of the diagnosed trial, value here)."""
+    """Maps knobs to pairs (value of the diagnosed trial, value here)."""
     gain: float
-    """Score over the diagnosed trial's, as measured or expected. What may be claimed of it: :attr:`Bottleneck.gain`."""
+    """Score over the diagnosed trial's, as measured or predicted. For the gain to report, see
+    :attr:`Bottleneck.gain`."""
     source: Literal["measured", "modelled"]
     ci95: Interval | None = None
     """Interval of a measured gain; None for a predicted one."""
     num_rounds: int = 0
-    """Rounds of confirmation that the interval comes from; 0: from one run of each trial."""
+    """Rounds of confirmation behind the interval; 0: one run of each trial."""
     log_spread: float | None
     """Standard deviation of the logarithm of a predicted gain; None for a measured one."""
     peak_bytes: float | None
-    """Predicted peak memory of the fullest rank; None where nothing predicts it."""
+    """Predicted peak memory of the fullest rank; None without a prediction."""
     probability_fits: float | None
-    """Probability that it fits into memory; None where nothing predicts it."""
+    """Probability that it fits into memory; None without a prediction."""
     trial: int | None
-    """The sweep's trial of this candidate; None where it was not tried."""
+    """The sweep's trial of this candidate; None if it was not tried."""
 
     @property
     def sure_gain(self) -> float:
-        """The lower end of a measured gain's interval; a predicted gain as it is expected."""
+        """The lower end of a measured gain's interval; a predicted gain unchanged."""
         return self.ci95.low if self.ci95 is not None else self.gain
 
     def to_json(self) -> dict[str, Any]:
@@ -129,26 +131,26 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What one kind of bottleneck costs a step, and what would help."""
+    """The cost of one kind of bottleneck per step, and what would help."""
 
     kind: Kind
     seconds: float
-    """Seconds of a step that would be saved at most; for compute, all that it takes."""
+    """Maximum saving in seconds per step; for compute, its full time."""
     share: float
     """Share of the step time, 0 to 1."""
     source: Source
     evidence: tuple[str, ...]
-    """What shows it, a sentence each."""
+    """The evidence, one sentence each."""
     knobs: tuple[str, ...]
-    """Knobs that help against it, the most direct ones first."""
+    """Knobs that help against it, most direct first."""
     fixed: tuple[str, ...]
-    """Knobs that would help but have one value in the sweep."""
+    """Knobs that would help but have only one value in the sweep."""
     remedy: Remedy | None = None
-    """The best of the legal changes of these knobs; None where none is known to be faster."""
+    """The best legal change of these knobs; None if none is known to be faster."""
     num_changes: int = 0
-    """Legal changes of these knobs that were compared."""
+    """Number of legal changes of these knobs that were compared."""
     note: str = ""
-    """Why there is no remedy, or what is known about the failed changes."""
+    """Why there is no remedy, or the outcome of the changes that failed."""
 
     @property
     def title(self) -> str:
@@ -157,24 +159,24 @@ class Bottleneck:
 
     @property
     def at_most(self) -> float | None:
-        """Speed over today's if all of it went.
+        """Speed over the current speed without this bottleneck.
 
-        None for compute and passes, which cannot go, and for memory, whose remedies may bring more than what recompute
-        takes.
+        None for compute and passes, which cannot be removed, and for memory, whose remedies may gain more than the time
+        of recompute.
         """
         is_needed = self.kind in ("compute", "memory", "passes")
         return None if is_needed or self.share >= 1 else 1 / (1 - self.share)
 
     @property
     def gain(self) -> float | None:
-        """The speed-up that may be claimed of the remedy: what is sure of it, and never more than :attr:`at_most`."""
+        """The speed-up to report for the remedy: the certain part of its gain, and never more than :attr:`at_most`."""
         if self.remedy is None:
             return None
         return min(self.remedy.sure_gain, self.at_most or math.inf)
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the remedy is surely faster than this bottleneck alone explains."""
+        """Whether the remedy is certainly faster than removing this bottleneck explains."""
         return self.remedy is not None and self.at_most is not None and self.remedy.sure_gain > self.at_most
 
     def to_json(self) -> dict[str, Any]:
@@ -195,16 +197,18 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One measured trial: where its step time goes and what holds it back."""
+    """The diagnosis of a measured trial: the breakdown of its step time, and its bottlenecks."""
 
     trial: int
     role: str
     """``baseline``, ``winner`` (confirmed), ``fastest`` or ``chosen``."""
     parts: StepParts
     bottlenecks: tuple[Bottleneck, ...]
-    """The one that matters most first; empty if it is unknown where the time goes."""
+    """The one that matters most first; empty if the step was not split."""
     advice: tuple[str, ...] = ()
-    """What costs nothing to change, a sentence each, with the figure that shows it."""
+    """Changes that cost nothing, one sentence each, with the figure behind it."""
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Maps the knobs in which it differs from the baseline to pairs (value of the baseline, value here)."""
 
     @property
     def bottleneck(self) -> Bottleneck | None:
@@ -213,6 +217,7 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         return {
             "role": self.role,
+            "changed": {name: {"from": old, "to": new} for name, (old, new) in self.changed.items()},
             **self.parts.to_json(),
             "bottleneck": self.bottleneck.kind if self.bottleneck else None,
             "losses": [one.to_json() for one in self.bottlenecks],
@@ -222,10 +227,10 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobEffect:
-    """Speed with one value of a knob over that with another, all else equal."""
+    """Speed with one value of a knob over that with another, other knobs being equal."""
 
     knobs: tuple[str, ...]
-    """More than one where they always changed together."""
+    """Several if they always changed together."""
     before: tuple[Any, ...]
     """The slower values, one per knob."""
     after: tuple[Any, ...]
@@ -234,21 +239,21 @@ class KnobEffect:
     """Speed after over speed before."""
     low: float | None
     high: float | None
-    """95% interval of the ratio; None where a single pair of trials says nothing about it."""
+    """95% interval of the ratio; None if a single pair of trials does not determine it."""
     num_pairs: int
-    """Pairs of trials that differ in nothing else; 0 where it comes from a regression over all trials."""
+    """Number of pairs of otherwise equal trials; 0 for a regression over all trials."""
     is_same_training: bool = False
-    """Whether all that was seen of the program in these pairs is equal, losses to the last bit."""
+    """Whether all observations of the program in these pairs are equal, including every bit of the losses."""
 
     @property
     def is_without_effect(self) -> bool:
-        """Whether nothing shows that the program acts on the knob: equal facts, losses and memory, and times within the
-        noise."""
+        """Whether no effect of the knob on the program was observed: facts, losses and memory are equal, and times
+        within the noise."""
         return self.is_same_training and not self.is_shown
 
     @property
     def is_shown(self) -> bool:
-        """Whether its interval excludes that there is no difference."""
+        """Whether its interval excludes 1."""
         return self.low is not None and self.low > 1
 
     def to_json(self) -> dict[str, Any]:
@@ -266,7 +271,7 @@ class KnobEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What was predicted of a trial, and what was measured."""
+    """The prediction and the measurement of a trial."""
 
     trial: int
     expected_step_time_s: float
@@ -276,7 +281,7 @@ class Predicted:
     expected_peak_bytes: float | None
     """None without a cost model."""
     peak_bytes: int | None
-    """Measured peak memory of the fullest rank; None where it was not measured."""
+    """Measured peak memory of the fullest rank; None if not measured."""
 
     @property
     def ratio(self) -> float:
@@ -302,23 +307,24 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """How good the predictions were that chose the trials."""
+    """Accuracy of the predictions that selected the trials."""
 
     trials: tuple[Predicted, ...]
     mape: float | None
     """Mean absolute percentage error of step times, as a share; None without trials."""
     memory_mape: float | None
-    """The same of peak memory; None where no memory was measured."""
+    """The same for peak memory; None if no memory was measured."""
     rank_correlation: float | None
     """Spearman's rank correlation of expected and measured step times; None with fewer than three trials."""
     within_spread: float | None
-    """Share of trials within two predicted standard deviations of their prediction; about 0.95 if these are right."""
+    """Share of trials within two predicted standard deviations of their prediction; about 0.95 if the deviations are
+    right."""
     outliers: tuple[int, ...]
-    """Trials whose prediction was off by most, the worst first."""
+    """Trials with the largest prediction errors, largest first."""
     in_common: tuple[str, ...]
-    """What the outliers have in common and other trials have not: ``recompute full``."""
+    """Values that the outliers share and other trials lack: ``recompute full``."""
     num_memory_surprises: int = 0
-    """Trials that ran out of memory although they were expected to fit."""
+    """Trials that ran out of memory although they were predicted to fit."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -335,7 +341,7 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepExplanation:
-    """Everything :func:`orchestrator.diagnosis.explain.explain_sweep` found out."""
+    """The full explanation of a sweep, from :func:`orchestrator.diagnosis.explain.explain_sweep`."""
 
     sweep: str
     unit: str
@@ -344,32 +350,33 @@ class SweepExplanation:
     phase: str
     """Progress of the sweep: ``running``, ``finished``, ..."""
     virtual: Virtual | None
-    """How the numbers came about where nothing was measured, since the cluster does not exist."""
+    """The origin of the numbers on a simulated cluster, where nothing is measured."""
     step_parts: Mapping[int, StepParts]
     """Measured trials of the search by number: all of them, or those that a report of a long sweep shows."""
     baseline: Diagnosis | None
-    """Diagnosis of the baseline; None where it was not measured."""
+    """Diagnosis of the baseline; None if it was not measured."""
     chosen: Diagnosis | None
-    """Diagnosis of the requested trial, else of the winner; None where that is the baseline."""
+    """Diagnosis of the requested trial, else of the winner; None if that is the baseline."""
     effects: tuple[KnobEffect, ...]
-    """What single knobs did, the largest effect first."""
+    """Effects of single knobs, largest first."""
     predictions: Predictions
     limit_bytes: float | None = None
-    """Device memory of a rank; None where it is not known."""
+    """Device memory of a rank; None if unknown."""
     unmodelled: str = ""
-    """Why the cost model has no prediction; empty where it says something."""
+    """Why the cost model has no prediction; empty if it has one."""
     model_error: float | None = None
-    """Typical error of the cost model after this sweep's trials, as a share: each trial predicted from the others."""
+    """Typical error of the cost model after this sweep's trials, as a share: each trial is predicted from the
+    others."""
     num_trials: int = 0
     """Trials of the search."""
     is_script: bool = False
-    """Whether a user's program is trained."""
+    """Whether the workload is a custom program."""
     num_examined: int = 0
-    """Trials that effects and the cost model's fit rest on: fewer where the sweep is long."""
+    """Number of trials used for effects and the fit of the cost model; not all of them in a long sweep."""
 
     @property
     def diagnosed(self) -> Diagnosis | None:
-        """The trial whose bottleneck is shown: the chosen one, or the baseline without one."""
+        """The trial whose bottleneck is shown: the requested one, or else the baseline."""
         return self.chosen or self.baseline
 
     @property
@@ -398,12 +405,12 @@ class SweepExplanation:
         }
 
 
-# How far the predictions that chose the trials were off from what was measured.
+# The error of the predictions that selected the trials.
 
 
 NUM_OUTLIERS = 3
 OUTLIER_SPREADS = 2.0
-"""Predicted standard deviations beyond which a trial is an outlier."""
+"""Number of predicted standard deviations beyond which a trial is an outlier."""
 MIN_OFF = 0.05
 """Relative error below which no trial is an outlier."""
 
@@ -412,7 +419,7 @@ def compare_predictions(trials: Sequence[Trial], kept: Sequence[Trial]) -> Predi
     """Predictions of the search's own trials against their measurements, in order of their numbers.
 
     Args:
-        kept: those that the outliers are compared with.
+        kept: trials that the outliers are compared with.
     """
     found = tuple(predicted for trial in trials if (predicted := _predicted(trial)))
     by_number = {trial.number: trial for trial in trials}
@@ -454,13 +461,14 @@ def _spreads_off(predicted: Predicted) -> float:
 
 
 def _outliers(found: Sequence[Predicted]) -> list[Predicted]:
-    """Trials far off by their own predicted spread, and by enough to matter; the worst first."""
+    """Trials with prediction errors that are large both in absolute terms and by their predicted spread; worst
+    first."""
     far = [p for p in found if abs(_spreads_off(p)) > OUTLIER_SPREADS and abs(p.ratio - 1) > MIN_OFF]
     return sorted(far, key=lambda p: -abs(math.log(p.ratio)))[:NUM_OUTLIERS]
 
 
 def _rank_correlation(found: Sequence[Predicted]) -> float | None:
-    """Spearman's rank correlation; None where there are too few trials or all are alike."""
+    """Spearman's rank correlation; None if there are too few trials or all are equal."""
     if len(found) < 3:
         return None
     expected, measured = [p.expected_step_time_s for p in found], [p.step_time_s for p in found]
@@ -470,7 +478,7 @@ def _rank_correlation(found: Sequence[Predicted]) -> float | None:
 
 
 def _in_common(outliers: Sequence[Trial], trials: Sequence[Trial]) -> tuple[str, ...]:
-    """Knob values of all outliers that at most half of the other trials have; nothing for a single outlier."""
+    """Knob values of all outliers that at most half of the other trials have; empty for a single outlier."""
     if len(outliers) < 2:
         return ()
     settings = [set(flat_params(trial.candidate).items()) for trial in outliers]

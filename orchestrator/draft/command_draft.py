@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.draft.inside_draft import InsideDraft, draft_inside
 from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, yaml_words
 from orchestrator.draft.observed import Detected
-from orchestrator.draft.program_reading import ReadProgram, read_program, usual_variables
+from orchestrator.draft.program_reading import ReadProgram, read_program, usual_variables, worker_counts
 from orchestrator.draft.static_reading import (
     SourceFile,
     TypedCommand,
@@ -31,8 +31,8 @@ from trials.files import fields_json, read_regular
 
 MAX_SIZES = 5
 """Micro-batch sizes that a draft proposes."""
+# Programs import, compile and read data before their first step, and may evaluate between steps.
 PATIENCE_S = 600
-"""Programs import, compile and read data before their first step, and may evaluate between steps."""
 GENERIC_STEMS = {"train", "main", "run", "pretrain", "finetune", "fit", "training", "trainer"}
 """Program names that do not identify what is trained."""
 Knobs = Mapping[str, Any]
@@ -181,7 +181,7 @@ def draft_script(
     trials = max_trials or (25 if machine.is_gpu else 12)
     inside = InsideDraft()
     if script.is_custom:
-        is_gpu, cores = machine.is_gpu, os.cpu_count() or 1
+        is_gpu, cores = machine.is_gpu, _cores_per_device(machine)
         inside = draft_inside(
             script.source,
             script.program,
@@ -230,7 +230,7 @@ def draft_script(
 
 
 def _stated_length(script: DraftedScript) -> int | None:
-    """Tokens of a sample as the command or its files have it."""
+    """Tokens per sample, from the command or its files."""
     return script.reading.seq_length or script.program.seq_length
 
 
@@ -333,13 +333,17 @@ def _space(script: DraftedScript, machine: DraftedMachine, batch: int) -> Iterat
     if "precision.level" in said:
         yield "precision", _precisions(reading, is_gpu=machine.is_gpu)
     if script.uses_placeholders and (workers := script.program.num_workers) is not None:
-        yield "num_workers", sorted({workers, 0, 2 if (os.cpu_count() or 1) <= 4 else 4})
+        yield "num_workers", worker_counts(workers, _cores_per_device(machine))
     elif "loader.num_workers" in said:
         yield "num_workers", sorted({int(reading.values["loader.num_workers"]), 0, 2})
     if "kernels.compile" in said and machine.is_gpu:
         yield "compile", ["off", "model"]
     if script.uses_placeholders and script.program.own:
         yield "own", dict(script.program.own)
+
+
+def _cores_per_device(machine: DraftedMachine) -> int:
+    return (os.cpu_count() or 1) // machine.devices_per_node
 
 
 def _precisions(reading: Reading, *, is_gpu: bool) -> list[Any]:
@@ -367,6 +371,8 @@ def _workload(
     """Section ``workload``, key by key."""
     where = os.path.relpath(cwd, folder)
     found: dict[str, Any] = {"recipe": script.framework.name, "run": list(argv)}
+    if script.uses_placeholders and script.program.trial:
+        found["trial_args"] = list(script.program.trial)
     if where != ".":
         found["cwd"] = where if len(where) < len(str(cwd)) else str(cwd)
     if env := {**script.run.env, **(script.program.env if script.uses_placeholders else {})}:
@@ -400,11 +406,14 @@ def _lines(
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your training program; all keys: docs/your-own-training.md")
-    notes = {"global_batch_size": " # samples of an optimiser step over all devices"}
+    notes = {
+        "global_batch_size": " # samples of an optimiser step over all devices",
+        "trial_args": " # in trials only",
+    }
     if not _stated_length(script) and workload.get("seq_length") == script.detected.facts.seq_length:
         notes["seq_length"] = " # tokens of a sample, read from the model's inputs"
     for key, value in workload.items():
-        shown = yaml_words(value) if key == "run" else value_text(value)
+        shown = yaml_words(value) if key in ("run", "trial_args") else value_text(value)
         yield f"  {key}: {shown}{notes.get(key, '')}"
     yield from (f"cluster: {machine.section}", "")
     if isinstance(baseline, str):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.draft.observed import Detected
-from orchestrator.draft.program_reading import ReadProgram
+from orchestrator.draft.program_reading import ReadProgram, worker_counts
 from orchestrator.draft.static_reading import SourceFile
 from orchestrator.space.inside import ARGUMENTS, MICRO_BATCH
 from orchestrator.space.knobs import AS_IS
@@ -52,20 +52,21 @@ def draft_inside(
 
     Args:
         sizes: micro-batch sizes to propose.
+        cores: of a device's share.
         looked: observations of the program, which take precedence over its source.
     """
     if source is None or source.problem or not source.modules & TORCH_MODULES:
         return InsideDraft()
     if source.fixed:
         batch = {MICRO_BATCH: list(sizes)} if program.has_batch_in_code and len(sizes) > 1 else {}
-        return InsideDraft(proposed=batch | {ARGUMENTS: dict(_training_arguments(source, is_gpu=is_gpu))})
+        return InsideDraft(proposed=batch | {ARGUMENTS: dict(_training_arguments(source, is_gpu=is_gpu, cores=cores))})
     loader = source.loader_arguments or {}
     workers = detected.facts.num_workers if detected.is_seen else loader.get("num_workers", 0)
     has_loader = source.loader_arguments is not None and not source.names & _ITERABLE and "**" not in loader
     proposed: dict[str, Any] = {}
     present: dict[str, Any] = {}
     if has_loader and "workers" not in program.roles and isinstance(workers, int):
-        proposed["num_workers"] = sorted({workers, 0, 2 if cores <= 4 else 4})
+        proposed["num_workers"] = worker_counts(workers, cores)
         present = {"num_workers": workers} if workers else {}
     if has_loader and is_gpu and loader.get("pin_memory", False) is False:
         proposed["pin_memory"] = [False, True]
@@ -92,9 +93,12 @@ def _of_computation(source: SourceFile, program: ReadProgram, devices: int) -> I
         yield "compile", ["off", "block"]
 
 
-def _training_arguments(source: SourceFile, *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
+def _training_arguments(source: SourceFile, *, is_gpu: bool, cores: int) -> Iterator[tuple[str, Any]]:
     """Arguments of transformers' Trainer that change speed or memory and not the training."""
-    tried = {"dataloader_num_workers": 2, **({"gradient_checkpointing": True, "bf16": True} if is_gpu else {})}
-    for name, value in tried.items():
+    present = source.fixed.get("dataloader_num_workers")
+    counts = [count for count in worker_counts(0, cores) if count not in (0, present)]
+    if counts:
+        yield "dataloader_num_workers", [AS_IS, *counts]
+    for name, value in {"gradient_checkpointing": True, "bf16": True}.items() if is_gpu else ():
         if source.fixed.get(name) != value and not (name == "bf16" and source.fixed.get("fp16")):
             yield name, [AS_IS, value]

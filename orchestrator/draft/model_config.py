@@ -100,7 +100,6 @@ def model_of_file(path: Path) -> DraftedModel:
     Raises:
         ConfigError: it cannot be read, or is a model that cannot be trained here.
     """
-    # merged
 
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json":

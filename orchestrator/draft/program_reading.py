@@ -15,7 +15,7 @@ from orchestrator.draft.static_reading import (
     number_formats,
     present_number,
 )
-from orchestrator.frameworks.arguments import is_specified, read, read_text, write
+from orchestrator.frameworks.arguments import is_specified, read, read_text, spelled_out, with_settings, write
 from orchestrator.space.inside import BATCH_ARGUMENTS
 
 FEW_STEPS = 200
@@ -36,6 +36,8 @@ class ReadProgram:
 
     argv: tuple[str, ...]
     """The command, with placeholders for what trials fill in."""
+    trial: tuple[str, ...] = ()
+    """Arguments that only trials have."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables with placeholders."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -93,12 +95,13 @@ def read_program(
     laid = Filled(argv=argv, files=detected.files)
     for role, placeholder in filled.items():
         laid = with_value(laid, by_role[role], placeholder)
-    words = _out_and_steps(laid.argv, by_role)
+    words = laid.argv
     own = _with_roles(dict(_own(argv, by_role, is_gpu=is_gpu)), detected)
     present = dict(_present(argv, by_role, own))
     words = _with_custom_placeholders(words, by_role, own)
     return ReadProgram(
         argv=words,
+        trial=_in_trials(words, by_role),
         env=laid.env,
         files={word: template(text) for word, text in laid.files.items() if text != detected.files[word]},
         micro_batch_size=micro,
@@ -118,7 +121,9 @@ def read_program(
 
 def runnable(argv: tuple[str, ...], source: SourceFile | None) -> tuple[str, ...]:
     """The command for a short run: it writes into a separate folder, and logs every step."""
-    return argv if source is None or source.problem else _out_and_steps(argv, _by_role(argv, source, Detected()))
+    if source is None or source.problem:
+        return argv
+    return with_settings(argv, _in_trials(argv, _by_role(argv, source, Detected())))
 
 
 def _sizes(
@@ -264,18 +269,21 @@ def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
     return None if option is None or option.is_flag else present_number(argv, option) or None
 
 
-def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
-    """The command with its own output folder, a log line for every step, and enough steps."""
+def _in_trials(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
+    """Arguments for trials alone: a separate output folder, a log line for every step, and enough steps."""
     by_role = {role: one for role, one in by_role.items() if one.file is None and not one.is_variable}
+    values: dict[str, str] = {}
     out = by_role.get("out")
     if out is not None and not out.is_flag and (is_specified(words, argument_of(out)) or out.default is not None):
-        words = write(words, argument_of(out), "{out}")
+        values["out"] = "{out}"
     if (every := _whole(words, by_role.get("log_interval"))) is not None and every > 1:
-        words = write(words, argument_of(by_role["log_interval"]), "1")
+        values["log_interval"] = "1"
     steps = _whole(words, by_role.get("steps"))
     if steps is not None and steps < FEW_STEPS:
-        words = write(words, argument_of(by_role["steps"]), "{steps}")
-    return words
+        values["steps"] = "{steps}"
+    return tuple(
+        word for role, value in values.items() for word in spelled_out(words, argument_of(by_role[role]), value)
+    )
 
 
 def _own(argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], *, is_gpu: bool) -> Iterator[tuple[str, Any]]:
@@ -366,6 +374,12 @@ def _present(
         text = read_text(argv, argument_of(option))
         now = str(option.default if text is None else text)
         yield from ((name, value) for value in values if str(value) == now)
+
+
+def worker_counts(present: int, cores: int) -> list[int]:
+    """Numbers of loader workers of a rank to try: the present one, none, and some for its share of the cores."""
+    more = (4, 8) if cores >= 8 else (2, 4) if cores >= 4 else (2,)
+    return sorted({present, 0, *more})
 
 
 def usual_variables(*, is_gpu: bool, cores: int) -> Knobs:

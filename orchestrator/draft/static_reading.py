@@ -371,7 +371,7 @@ def present_number(argv: tuple[str, ...], option: ScriptOption) -> int | None:
 
 
 def number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
-    """The present number format and the other one of its pair, as the program spells them."""
+    """The current number format and the other one of its pair, in the program's spelling."""
     for pair in NUMBER_FORMATS:
         if str(present) in pair and (not choices or set(pair) <= set(map(str, choices))):
             return list(pair)

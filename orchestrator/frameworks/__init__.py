@@ -1,4 +1,4 @@
-"""Other frameworks: a configuration written as their own files or laid over a user's command, and read back.
+"""Other frameworks: writes a configuration in their own formats, applies one to a user's command, and reads both back.
 
-Depends on the specification of trials and the knobs: nothing of sweeps or of what was measured.
+Depends only on the specification of trials and the knobs, not on sweeps or measurements.
 """

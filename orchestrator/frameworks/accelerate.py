@@ -1,10 +1,11 @@
-"""Accelerate: the launcher's YAML with TrainingArguments as JSON, exported; and programs with an ``Accelerator`` and
-their own training loop.
+"""Accelerate: exports of the launcher's YAML with TrainingArguments as JSON, and programs with an ``Accelerator`` and a
+training loop of their own.
 
-In those the engine and the number format are set by the variables of ``accelerate launch``, accumulation by
-``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``; batch size and workers by the script's own arguments, if their names are
-common ones. Names and defaults are those of Accelerate 1.15 (``commands/launch.py``, ``parallelism_config.py``,
-``utils/dataclasses.py``) and transformers 5.23 (``training_args.py``)."""
+In such programs, the variables of ``accelerate launch`` set the engine and the number format,
+``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` sets accumulation, and the script's arguments with common names set batch
+size and workers. Names and defaults are those of Accelerate 1.15 (``commands/launch.py``, ``parallelism_config.py``,
+``utils/dataclasses.py``) and transformers 5.23 (``training_args.py``).
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ _BATCH, _ACCUMULATION = f"{ARGUMENTS}:per_device_train_batch_size", f"{ARGUMENTS
 
 
 def _engine(layout: Layout) -> Literal["NO", "MULTI_GPU", "FSDP"]:
-    """The engine to use: FSDP shards over ``dp_shard`` and ``cp`` together and refuses to work where both are 1."""
+    """The engine to use. FSDP shards over ``dp_shard`` and ``cp`` together, and fails if both are 1."""
     if layout.dp_shard > 1 or layout.cp > 1:
         return "FSDP"
     return "MULTI_GPU" if layout.dp_replicate > 1 else "NO"
@@ -151,7 +152,7 @@ def _write_fsdp(builder: SettingsBuilder, layout: Layout) -> None:
 
 
 def _note_engine(builder: SettingsBuilder, layout: Layout, engine: str) -> None:
-    """Warn if Accelerate's engine only approximates the configuration."""
+    """Add a warning if Accelerate's engine only approximates the configuration."""
     if engine == "FSDP" and layout.tp > 1:
         builder.warn("layout.tp", f"your script must load the model split over {layout.tp} ranks: tp_plan='auto'")
     if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:
@@ -166,7 +167,7 @@ def _note_engine(builder: SettingsBuilder, layout: Layout, engine: str) -> None:
 
 
 def _replicates_with(layout: Layout) -> str:
-    """The engine that Accelerate gives plain replicas; in canonical form where there is no choice."""
+    """Accelerate's engine for plain replicas; in canonical form if there is no choice."""
     return "fsdp2" if layout.zero_stage == 0 and layout.cp > 1 else "ddp"
 
 
@@ -335,7 +336,7 @@ def _read_compile(settings: Settings) -> dict[str, Any]:
 
 
 def _write_matmul(builder: SettingsBuilder) -> None:
-    """Write TF32 in any case: the Trainer turns it on by itself when it compiles."""
+    """Always write TF32: the Trainer enables it itself when it compiles."""
     requested = builder.candidate.kernels.matmul_precision
     builder.settings[_TF32] = requested != "highest"
     if requested == "medium":
@@ -413,7 +414,7 @@ _RUN: tuple[Setting, ...] = (
     ),
     fixed(f"{ARGUMENTS}:optim", "adamw_torch"),
     fixed(f"{ARGUMENTS}:lr_scheduler_type", "constant"),
-    fixed(f"{ARGUMENTS}:max_grad_norm", 0.0),
+    option(f"{_OPTIMIZER}.clip_norm", f"{ARGUMENTS}:max_grad_norm", of=float),
     fixed(f"{ARGUMENTS}:dataloader_drop_last", True),
     fixed(f"{ARGUMENTS}:output_dir", "output"),
     own_data("the data are read by your script"),
@@ -454,7 +455,7 @@ _MICRO_BATCH = (
     "batch",
     "bs",
 )
-"""Names for the samples of a forward pass on a rank, the surest first."""
+"""Argument names for the samples of a rank's forward pass, most reliable first."""
 _ACCUMULATION_ARGUMENTS = (
     "gradient_accumulation_steps",
     "accumulation_steps",
@@ -467,8 +468,8 @@ _ACCUMULATION_ARGUMENTS = (
 
 @functools.lru_cache(maxsize=8)
 def declared(text: str) -> Mapping[str, tuple[str, Any]]:
-    """Every ``add_argument`` in a Python text, by its name with underscores: how it is spelled there, and its default,
-    None where that is no constant."""
+    """Every ``add_argument`` of a Python text, by its name with underscores: its spelling and its default, None if that
+    is not a constant."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -488,7 +489,7 @@ def _declarations(call: ast.Call) -> Iterator[tuple[str, tuple[str, Any]]]:
 
 
 def named(words: Words, text: str, names: Iterable[str]) -> tuple[Argument, Any] | None:
-    """The first of these arguments that the words give, or the script declares; with its default."""
+    """The first of these arguments that is in the command, or that the script declares, with its default."""
     known = declared(text)
     given = next((name for name in names if is_specified(words, either_dash(f"--{name}"))), None)
     name = given or next((name for name in names if name in known), None)
@@ -506,13 +507,13 @@ _NAMES: Mapping[str, Words] = {
     "seed": ("seed",),
 }
 _FOLDERS = {"output_dir": OUT, "project_dir": OUT, "logging_dir": OUT}
-"""Arguments of the examples of Accelerate and transformers that name a folder."""
+"""Arguments in the examples of Accelerate and transformers that name a folder."""
 _OFF = ("with_tracking", "push_to_hub", "report_to", "checkpointing_steps", "resume_from_checkpoint")
-"""Arguments of these examples that trials go without."""
+"""Arguments of these examples that trials omit."""
 
 
 class ScriptArguments:
-    """Settings of a command in the making: arguments by what they are for, and those of the engine."""
+    """Settings of a command being edited: arguments by purpose, and those of the engine."""
 
     def __init__(self, edit: Edit) -> None:
         self.engine = ShardingEngine(edit, None)
@@ -528,19 +529,19 @@ class ScriptArguments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the script has Accelerate accumulate gradients."""
+        """Whether Accelerate accumulates gradients for the script."""
         return ".accumulate(" in self._text
 
     @property
     def decides_precision(self) -> bool:
-        """Whether the script sets the precision to a constant, which wins over the variable."""
+        """Whether the script sets the precision to a constant, which overrides the variable."""
         return re.search(r"Accelerator\([^)]*mixed_precision\s*=\s*[\"']", self._text) is not None
 
     def has(self, role: str) -> bool:
         return role in self._found
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an argument, or its default; ``default`` where there is neither."""
+        """The value of an argument, or its default; ``default`` without either."""
         if is_of_engine(name):
             return self.engine.get(name, default)
         if name not in self._found:
@@ -562,7 +563,7 @@ class ScriptArguments:
             self._drop(self._found[name][0])
 
     def quiet(self) -> None:
-        """Folders into the trial's own; trackers, checkpoints and the hub left out."""
+        """Redirect folders into the trial's own, and omit trackers, checkpoints and the hub."""
         for name, value in _FOLDERS.items():
             if is_specified(self.words, either_dash(f"--{name}")):
                 self.put_argument(either_dash(f"--{name}"), value)
@@ -592,8 +593,8 @@ def _script(builder: SettingsBuilder) -> ScriptArguments:
 
 
 def _write_program_batch(builder: SettingsBuilder) -> None:
-    """The batch size by the script's argument; accumulation by it, or by the variable that wins over what the script
-    tells Accelerate."""
+    """The batch size, from the script's argument; accumulation, from its argument or from the variable that overrides
+    the value in the script."""
     words, steps = _script(builder), num_microbatches(builder)
     if builder.changed("micro_batch_size") and words.has("batch"):
         builder.settings["batch"] = builder.candidate.micro_batch_size
@@ -622,7 +623,7 @@ def _write_role(path: str, role: str) -> Callable[[SettingsBuilder], None]:
 
 
 def _role(path: str, role: str) -> Setting:
-    """A whole number by the script's argument, if it has one."""
+    """A whole number from the script's argument, if it has one."""
     return row(path, role, _write_role(path, role), lambda found: {path: found.whole(path, role)})
 
 
@@ -678,7 +679,7 @@ _ROWS = (
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
-    """Write custom knobs, and note what neither Accelerate nor the script can do."""
+    """Write custom knobs, and note what neither Accelerate nor the script supports."""
     words, steps = ScriptArguments(edit), request.num_microbatches
     for choice in request.candidate.own:
         words.put_argument(either_dash(f"--{choice.name}"), str(choice.value))
@@ -703,8 +704,7 @@ TABLE = FrameworkTable(
 
 
 def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - the rank ends it
-    """Trackers off; saves and evaluation are the script's own, but their output goes to the trial's
-    folder."""
+    """Turn trackers off. The script controls saves and evaluation, but their output goes into the trial's folder."""
     edit = edit_of(overlay)
     ScriptArguments(edit).quiet()
     return trackers_off(edit)

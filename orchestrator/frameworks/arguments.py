@@ -1,8 +1,8 @@
 """Reads and changes command lines as typed, and leaves all other words unchanged.
 
-Of an argument that is given several times the last one counts, as for argparse. A change replaces that one where it
-stands, in its own spelling (``--a b`` or ``--a=b``), and drops the ones before, which had no effect; what is not there
-is appended. Words after ``--`` are no arguments.
+If an argument is given several times, the last one counts, as in argparse. A change replaces it in place, in its own
+spelling (``--a b`` or ``--a=b``), and removes the earlier ones, which had no effect; a missing argument is appended.
+Words after ``--`` are not arguments.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Literal
 
 Words = tuple[str, ...]
 ArgumentValue = str | bool | Words
-"""Arguments of a command: a text of a ``value`` or ``assignment``, True or False of a ``flag``, either of a
-``switch`` (a text only where it is no word of truth), texts of a ``list``."""
+"""Value of an argument: text for a ``value`` or ``assignment``, True or False for a ``flag``, either for a ``switch``
+(text only if it is not a truth value), texts for a ``list``."""
 _NUMBER = re.compile(r"-(\d|\.\d)[\w.+-]*")
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1", "on"), ("false", "f", "no", "n", "0", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """How one argument is spelled.
+    """The spelling of one argument.
 
-    ``value`` takes one word: ``--a b``, ``--a=b``, ``-ab``. ``flag`` takes none: ``--a``. ``switch`` may take one:
-    ``--a``, ``--a true``, as the booleans of transformers. ``list`` takes all up to the next option. ``assignment`` is
-    one word without dashes: ``a.b=c``, as in Hydra and OmegaConf.
+    ``value`` takes one word: ``--a b``, ``--a=b``, ``-ab``. ``flag`` takes none: ``--a``. ``switch`` takes at most one:
+    ``--a``, ``--a true``, like booleans in transformers. ``list`` takes all words up to the next option. ``assignment``
+    is one word without dashes: ``a.b=c``, as in Hydra and OmegaConf.
     """
 
     name: str
-    """As it is written where the command does not have it: ``--micro-batch-size``, ``trainer.lr``."""
+    """Spelling for a command that does not have it: ``--micro-batch-size``, ``trainer.lr``."""
     aliases: Words = ()
     negative: Words = ()
-    """Negative spellings: ``--no-bias``; a flag without one says no by its absence."""
+    """Negative spellings: ``--no-bias``; a flag without one is false if absent."""
     takes: Literal["value", "flag", "switch", "list", "assignment"] = "value"
 
     @property
@@ -50,7 +50,7 @@ def either_dash(
     negative: Words = (),
     aliases: Words = (),
 ) -> Argument:
-    """An argument whose hyphens and underscores are the same to its parser, as transformers' and torch's."""
+    """An argument whose parser treats hyphens and underscores alike, as those of transformers and torch do."""
     others = tuple(dict.fromkeys(other for word in (name, *aliases) for other in _both_dashes(word)))
     refusals = tuple(dict.fromkeys(other for word in negative for other in _both_dashes(word)))
     kept = tuple(other for other in others if other != name)
@@ -73,7 +73,7 @@ class _Place:
 
 
 def read(words: Sequence[str], argument: Argument) -> ArgumentValue | None:
-    """The value of an argument in the command, last wins; None where it says nothing."""
+    """The value of an argument in the command; the last one counts. None if absent."""
     places = list(_places(tuple(words), argument))
     return places[-1].given if places else None
 
@@ -83,7 +83,7 @@ def is_specified(words: Sequence[str], argument: Argument) -> bool:
 
 
 def read_text(words: Sequence[str], argument: Argument) -> str | None:
-    """The one word that an argument was given; None where there is none."""
+    """The single word that an argument was given; None if there is none."""
     given = read(words, argument)
     if isinstance(given, tuple):
         return " ".join(given)
@@ -91,7 +91,7 @@ def read_text(words: Sequence[str], argument: Argument) -> str | None:
 
 
 def as_truth(given: ArgumentValue | None) -> bool | None:
-    """Truth of a flag or switch, of any spelling that argparse-like parsers take; None where it is none."""
+    """The truth value of a flag or switch, in any spelling that argparse-like parsers accept; None if it has none."""
     if isinstance(given, str):
         word = given.lower()
         return True if word in _TRUE else False if word in _FALSE else None
@@ -99,9 +99,9 @@ def as_truth(given: ArgumentValue | None) -> bool | None:
 
 
 def expanded(words: Sequence[str], text_of: Callable[[str], str | None]) -> Words:
-    """The words with those of argument files (``@path``, one word per line, as argparse reads them) in their places.
+    """The words with argument files (``@path``, one word per line, as read by argparse) replaced by their words.
 
-    ``text_of`` gives a file's text by path, or None where there is no such file; the word then stays.
+    ``text_of`` returns a file's text by path, or None if there is no such file; the word is then kept.
     """
     found: list[str] = []
     for word in words:
@@ -111,7 +111,7 @@ def expanded(words: Sequence[str], text_of: Callable[[str], str | None]) -> Word
 
 
 def is_option(word: str) -> bool:
-    """Whether a word is the name of an option to argparse: dashes in front, and no negative number."""
+    """Whether argparse treats a word as the name of an option: it starts with a dash, and is not a negative number."""
     return len(word) > 1 and word.startswith("-") and not _NUMBER.fullmatch(word)
 
 
@@ -119,10 +119,10 @@ def is_option(word: str) -> bool:
 
 
 def write(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Words:
-    """The words with the argument at this value.
+    """The words with the argument set to this value.
 
     Raises:
-        ValueError: a value of a kind that the argument does not take.
+        ValueError: the argument does not take a value of this kind.
     """
     given = tuple(words)
     places = list(_places(given, argument))
@@ -137,6 +137,23 @@ def write(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Wor
     return _without(replaced, places[:-1])
 
 
+def spelled_out(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Words:
+    """The words that set an argument, spelled as the command spells it."""
+    places = list(_places(tuple(words), argument))
+    return _spelled_out(argument, value, places[-1] if places else None)
+
+
+def with_settings(words: Sequence[str], settings: Sequence[str]) -> Words:
+    """The words with these settings, each in its place or at the end: ``--a b``, ``--a=b`` or ``a.b=c``."""
+    found, rest = tuple(words), list(settings)
+    while rest:
+        name, is_joined, value = rest.pop(0).partition("=")
+        if not is_joined:
+            value = rest.pop(0) if rest else ""
+        found = write(found, Argument(name=name, takes="assignment" if is_joined else "value"), value)
+    return found
+
+
 def remove(words: Sequence[str], *arguments: Argument) -> Words:
     """The words without these arguments."""
     found = tuple(words)
@@ -146,7 +163,7 @@ def remove(words: Sequence[str], *arguments: Argument) -> Words:
 
 
 def _is_overruled(words: Words, place: _Place) -> bool:
-    """Whether an argument file behind a place might say something else."""
+    """Whether an argument file after a place may override it."""
     return any(len(word) > 1 and word.startswith("@") for word in words[place.stop :])
 
 
@@ -156,7 +173,7 @@ def _without(words: Words, places: Sequence[_Place]) -> Words:
 
 
 def _spelled_out(argument: Argument, value: ArgumentValue, old: _Place | None) -> Words:
-    """The words that give an argument, spelled as they were where that says the same."""
+    """The words that give an argument, in the former spelling if it is equivalent."""
     name = old.spelling if old and old.spelling not in argument.negative else argument.name
     if argument.takes == "flag":
         return _flag(argument, name, value)
@@ -191,7 +208,7 @@ def _texts(argument: Argument, value: ArgumentValue) -> Words:
 
 
 def _places(words: Words, argument: Argument) -> Iterator[_Place]:
-    """Every place at which an argument is given, in order."""
+    """All places of an argument, in order."""
     end = words.index("--") if "--" in words else len(words)
     given, spelled = words[:end], (*argument.spellings, *argument.negative)
     index = 0
@@ -218,7 +235,7 @@ def _place_at(words: Words, index: int, argument: Argument) -> _Place | None:
 
 
 def _joined(word: str, name: str) -> str | None:
-    """The value that is one word with its name: ``--a=b``, ``-ab``, ``-a=b``."""
+    """The value in the same word as the name: ``--a=b``, ``-ab``, ``-a=b``."""
     if word.startswith(f"{name}="):
         return word.partition("=")[2]
     is_short = len(name) == 2 and name[0] == "-" and name[1] != "-"
@@ -226,7 +243,7 @@ def _joined(word: str, name: str) -> str | None:
 
 
 def _separate(words: Words, index: int, argument: Argument) -> _Place:
-    """A name with its values in the words that follow."""
+    """A name with its values in the following words."""
     name, stop = words[index], index + 1
     if argument.takes == "flag":
         return _Place(index, stop, name, given=True, is_joined=False)
@@ -243,7 +260,7 @@ def _separate(words: Words, index: int, argument: Argument) -> _Place:
 
 
 def _argument_value(argument: Argument, text: str) -> ArgumentValue:
-    """A word as the value of an argument: a truth word of a switch is its truth."""
+    """A word as the value of an argument; for a switch, a truth value if it is one."""
     if argument.takes == "list":
         return (text,)
     truth = as_truth(text) if argument.takes == "switch" else None

@@ -1,4 +1,4 @@
-"""Frameworks by name: exports of a configuration to one or all of them, and which of them a command is written for."""
+"""Frameworks by name: exports of a configuration, and the framework that a command is written for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if typing.TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A module of this package by its name, imported when it is needed."""
+    """A module of this package by name, imported when needed."""
 
     name: str
     exports: bool = True
-    """Whether configurations are exported to it: its module has a ``RECIPE``."""
+    """Whether configurations can be exported to it: its module has a ``RECIPE``."""
     programs: bool = True
-    """Whether its programs are tuned: its module has a ``TRAINING``."""
+    """Whether its programs can be tuned: its module has a ``TRAINING``."""
 
     def load(self, part: str) -> object:
         return getattr(importlib.import_module(f"{__package__}.{self.name.replace('-', '_')}"), part)
@@ -42,17 +42,17 @@ FRAMEWORKS = (
     Framework("custom", exports=False),
     Framework("torchrun", programs=False),
 )
-"""Specific ones stand before general ones: a program of LLaMA-Factory is one of transformers, too, and any program is
-one of ``custom``."""
+"""Specific ones come before general ones: a LLaMA-Factory program is also a transformers program, and every program is
+a ``custom`` one."""
 
 
 def formats() -> list[str]:
-    """Names of the frameworks that configurations are exported to."""
+    """Names of the frameworks that configurations can be exported to."""
     return [framework.name for framework in FRAMEWORKS if framework.exports]
 
 
 def trainings() -> list[str]:
-    """Names of the frameworks whose programs are tuned, in the order in which they are tried on a command."""
+    """Names of the frameworks whose programs can be tuned, in the order of detection."""
     return [framework.name for framework in FRAMEWORKS if framework.programs]
 
 
@@ -72,7 +72,7 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
     """Files and command of one format.
 
     Raises:
-        ConfigError: the framework would train something else, with every reason, and ``allow_lossy`` is not set.
+        ConfigError: the framework would train something else, and ``allow_lossy`` is not set; with every reason.
     """
     made = audited(recipe(format), candidate, workload)
     refused = [note for note in made.notes if note.severity == "error"]
@@ -86,7 +86,7 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
 
 
 def export_all(candidate: Candidate, workload: Workload) -> dict[str, Export | ConfigError]:
-    """Export by format, or the reason why it is impossible."""
+    """The export by format, or the reason why it is impossible."""
     found: dict[str, Export | ConfigError] = {}
     for name in formats():
         try:
@@ -97,7 +97,7 @@ def export_all(candidate: Candidate, workload: Workload) -> dict[str, Export | C
 
 
 def training(name: str) -> Training:
-    """What is known of a framework's programs.
+    """The support for a framework's programs.
 
     Raises:
         ConfigError: unknown framework.
@@ -109,7 +109,7 @@ def training(name: str) -> Training:
 
 
 def recognise(run: Run) -> Training | None:
-    """The first framework that a command looks like one of; None where it looks like none of them."""
+    """The first framework whose programs a command resembles; None if there is none."""
     for name in trainings():
         if name != "custom" and (found := training(name)).recognises(run):
             return found

@@ -1,6 +1,6 @@
-"""Any training program: knobs reach it through placeholders of its command, and nothing else in it is touched.
+"""Any training program: placeholders of its command receive the knobs, and nothing else in it is changed.
 
-Nothing is read from the command, since the meaning of its arguments is unknown: the baseline says it.
+Nothing is read from the command, since the meaning of its arguments is unknown; the baseline provides the values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ACCUMULATIONS = ("accumulation", "total_accumulation")
 
 
 def read(run: Run) -> Reading:
-    """Only checks whether the command has a setting for the micro-batches per step."""
+    """Only check whether the command has a setting for the micro-batches per step."""
     words = " ".join((*run.argv, *run.env.values(), *run.files.values()))
     if f"{{{MICRO_BATCH}}}" not in words or any(f"{{{name}}}" in words for name in ACCUMULATIONS):
         return Reading(values={})
@@ -32,8 +32,8 @@ def overlay(run: Run, request: OverlayRequest) -> Overlay:  # noqa: ARG001 - pla
     return Overlay(argv=run.argv, files=run.files)
 
 
-def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {steps} tells it
-    """The same: what is saved and where is the program's own business, which ``{out}`` and ``{steps}`` serve."""
+def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {steps} sets it
+    """The overlay unchanged: the program controls what it saves, and ``{out}`` and ``{steps}`` set where and when."""
     return dataclasses.replace(laid)
 
 

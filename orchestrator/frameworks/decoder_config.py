@@ -20,12 +20,12 @@ from trials.spec import LlamaModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """How a type of decoder relates to a Llama."""
+    """The difference between a type of decoder and a Llama."""
 
     is_gated: bool = True
-    """Whether its feed-forward has three matrices; otherwise two."""
+    """Whether its feed-forward part has three matrices instead of two."""
     is_tied: bool = False
-    """Whether input embedding and output layer are tied, if not in the configuration."""
+    """Whether input embedding and output layer are tied, if the configuration does not set it."""
     differences: tuple[str, ...] = ()
 
 
@@ -67,7 +67,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_seq_length": ("max_position_embeddings", "n_positions"),
 }
-"""What the sizes are called in configurations, by what they are called here."""
+"""Maps our names of sizes to their names in configurations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Decoder:
     max_seq_length: int
     """The longest sequence it is made for."""
     differences: tuple[str, ...]
-    """In what the Llama differs from it."""
+    """The differences of the Llama from it."""
 
     @property
     def shape(self) -> LlamaModel:
@@ -87,17 +87,17 @@ class Decoder:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of a configuration that describes a decoder, which is the whole of a text model's; None for others."""
+    """The part of a configuration that describes a decoder: all of it for a text model; None for other models."""
     if isinstance(text := config.get("text_config"), dict) and text.get("model_type") in FAMILIES:
         return text
     return config if config.get("model_type") in FAMILIES and not config.get("is_encoder_decoder") else None
 
 
 def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
-    """The decoder of a configuration; one whose type is not among :data:`FAMILIES` is taken for a Llama.
+    """The decoder of a configuration; unknown types, those not in :data:`FAMILIES`, are treated as Llamas.
 
     Raises:
-        ConfigError: sizes that are missing, or do not go together.
+        ConfigError: sizes are missing or inconsistent.
     """
     family, sizes = FAMILIES.get(config.get("model_type", ""), _Family()), _sizes(config, file)
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
@@ -117,7 +117,7 @@ def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
 
 
 def decoder_in(folder_or_file: Path) -> Decoder | None:
-    """The decoder of a model's folder or ``config.json`` on this machine; None where there is none that is known."""
+    """The decoder of a model's folder or ``config.json`` on this machine; None if there is none of a known type."""
     file = folder_or_file / "config.json" if folder_or_file.is_dir() else folder_or_file
     try:
         config = json.loads(read_regular(file))
@@ -128,10 +128,10 @@ def decoder_in(folder_or_file: Path) -> Decoder | None:
 
 
 def decoder_of_config(text: str, file: Path) -> Decoder:
-    """The decoder that the text of a ``config.json`` describes, of whatever type it is: as the cost model takes it.
+    """The decoder in the text of a ``config.json``, of any type, for the cost model.
 
     Raises:
-        ConfigError: no JSON, no decoder, or sizes that do not go together.
+        ConfigError: not JSON, not a decoder, or inconsistent sizes.
     """
     try:
         config = json.loads(text)
@@ -144,7 +144,7 @@ def decoder_of_config(text: str, file: Path) -> Decoder:
 
 
 def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
-    """The sizes by our names. Key-value heads and the feed-forward may be left out, or null."""
+    """The sizes by our names. Key-value heads and the feed-forward size may be absent or null."""
     found = {key: next((config[name] for name in names if config.get(name)), None) for key, names in _NAMES.items()}
     found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
     if (
@@ -164,7 +164,7 @@ def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
 
 
 def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str, int]) -> Iterator[str]:
-    """In what this very model differs from the one that is trained, in addition to what all of its family do."""
+    """Differences of this model from the trained one, in addition to those of its family."""
     if not family.is_gated:
         yield "SwiGLU with the same number of weights instead of two matrices"
     if config.get("tie_word_embeddings", family.is_tied):
@@ -178,7 +178,7 @@ def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str,
 
 
 def _rounded(size: float) -> int:
-    """The nearest multiple of 128, which tensor parallelism divides and matrix units like."""
+    """The nearest multiple of 128, which tensor parallelism can divide and which suits matrix units."""
     return max(128, round(size / 128) * 128)
 
 

@@ -1,9 +1,9 @@
-"""DeepSpeed: its JSON, exported with the model as transformers describes it; and programs with
-``deepspeed.initialize`` and their own training loop, which that JSON configures.
+"""DeepSpeed: exports of its JSON, with the model as a transformers configuration; and programs with
+``deepspeed.initialize`` and a training loop of their own, which that JSON configures.
 
 Names and defaults are those of DeepSpeed 0.19 (``runtime/config.py``, ``precision_config.py``, ``zero/config.py``,
-``tensor_parallel/config.py``). Pipelines, recompute, compilation and data loading are calls in the training script, not
-configuration, and so is every loss: DeepSpeed prints none.
+``tensor_parallel/config.py``). Pipelines, recompute, compilation, data loading and the output of losses are part of the
+training script, not of the configuration.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _CHECKPOINTS = f"{FILE}:activation_checkpointing.number_checkpoints"
 _PARTITION = f"{FILE}:activation_checkpointing.partition_activations"
 _AUTOCAST, _AUTOCAST_DTYPE = f"{FILE}:torch_autocast.enabled", f"{FILE}:torch_autocast.dtype"
 _SAFE = f"{FILE}:torch_autocast.lower_precision_safe_modules"
-"""Modules whose weights and gradients travel in 16 bits under autocast; by default the matrix products."""
+"""Modules whose weights and gradients are communicated in 16 bits under autocast; by default the matrix products."""
 _BF16, _BF16_OVERFLOW = f"{FILE}:bf16.enabled", f"{FILE}:bf16.check_grad_overflow"
 _FP16 = f"{FILE}:fp16.enabled"
 _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
@@ -108,7 +108,7 @@ def _write_batch(builder: SettingsBuilder) -> None:
 
 
 def _is_needed(builder: SettingsBuilder, name: str, size: int) -> bool:
-    """Whether a command has to give a size: DeepSpeed works out the one of three that is missing."""
+    """Whether a command has to set a size: DeepSpeed derives a missing one of the three."""
     if builder.current(name) is not None:
         return True
     if name == _MICRO:
@@ -267,7 +267,8 @@ def _write_precision(builder: SettingsBuilder) -> None:
 
 
 def _write_autocast(builder: SettingsBuilder, dtype: str) -> None:
-    """Write autocast. Nothing travels in 16 bits, as in the runner; but DeepSpeed scales losses only for what does."""
+    """Write autocast. As in the runner, nothing is communicated in 16 bits; but DeepSpeed scales losses only for what
+    is."""
     builder.settings[_AUTOCAST_DTYPE] = dtype
     if dtype == "bfloat16" or not builder.is_export:
         builder.settings[_SAFE] = []
@@ -367,7 +368,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{_OPTIMIZER}.weight_decay", f"{_PARAMS}.weight_decay"),
     fixed(f"{_PARAMS}.torch_adam", True),
     fixed(f"{_PARAMS}.adam_w_mode", True),
-    fixed(f"{FILE}:gradient_clipping", 0.0),
+    option(f"{_OPTIMIZER}.clip_norm", f"{FILE}:gradient_clipping", of=float),
     fixed(f"{FILE}:dataloader_drop_last", True),
     own_data("the data are read by your script"),
     own_seed(),
@@ -404,13 +405,13 @@ RECIPE = Recipe(
 # Programs on DeepSpeed
 
 CONFIG = "deepspeed"
-"""Placeholder of the JSON that the arguments point to."""
+"""Placeholder of the JSON that the arguments refer to."""
 _POINTERS = tuple(
     Argument(name=name) for name in ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--deepspeed")
 )
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "autotuning")
 WORLD_SIZE = "WORLD_SIZE"
-"""Setting that is none of the JSON's: the ranks that the command starts, where known."""
+"""A setting outside the JSON: the number of ranks that the command starts, if known."""
 
 
 def _recognises(run: Run) -> bool:
@@ -429,7 +430,7 @@ def _find_files(argv: Words, cwd: str) -> dict[str, str]:
 
 
 def _name(edit: Edit) -> str | None:
-    """Placeholder of DeepSpeed's JSON: the one that an argument of DeepSpeed gives, else the only file there is."""
+    """Placeholder of DeepSpeed's JSON: the file given by an argument of DeepSpeed, else the only file."""
     words = program_of(edit.argv).arguments
     given = [read_text(words, pointer) or "" for pointer in _POINTERS]
     named = [word.strip("{}") for word in given if word.strip("{}") in edit.files]
@@ -442,7 +443,7 @@ def _name(edit: Edit) -> str | None:
 
 
 class DeepSpeedFile:
-    """DeepSpeed's JSON of a command by the names of settings, and how many ranks it starts."""
+    """DeepSpeed's JSON of a command by names of settings, and the number of ranks that the command starts."""
 
     def __init__(self, edit: Edit) -> None:
         self._file = EditedFile(edit, _name(edit) or "")
@@ -462,7 +463,7 @@ class DeepSpeedFile:
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
-    """What a script does itself is refused unless it has placeholders."""
+    """Refuse what the script does itself, unless it has placeholders."""
     _write_custom(edit, request)
     layout = request.candidate.layout
     for degree, message in _UNABLE.items():
@@ -511,7 +512,7 @@ def _write_custom(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - the rank ends it
-    """A line per step, monitors and tuners off; saves are the script's own."""
+    """Print a line per step, with monitors and tuners off; the script controls saves."""
     edit = edit_of(overlay)
     if (name := _name(edit)) is not None:
         config = EditedFile(edit, name)

@@ -1,8 +1,8 @@
-"""Reads and changes configuration files as people write them: JSON, YAML, TOML, with values at dotted keys.
+"""Reads and changes hand-written configuration files: JSON, YAML and TOML, with values at dotted keys.
 
-``zero_optimization.stage`` is a key below another, ``callbacks.0.every`` counts in a list, and a key that has
-dots itself is found as it is. What is not changed keeps its value and its order, in YAML and TOML also its spelling and
-its comments. Every change is read back before it is returned.
+``zero_optimization.stage`` is a key below another one, ``callbacks.0.every`` an item of a list; a key that contains
+dots itself is found as it is. Unchanged values keep their order, and in YAML and TOML also their spelling and comments.
+Every change is read back before it is returned.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from orchestrator.errors import ConfigError
 
 
 class _Absent:
-    """No value at all, which is not None."""
+    """Absence of a value, as opposed to None."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
 ABSENT: Final = _Absent()
-"""Value of keys that are not there; as a change: take the key away."""
+"""Value of missing keys; as a change, it removes the key."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The parser in C where PyYAML was built with it, ten times as fast."""
+"""PyYAML's C parser if available; it is ten times as fast."""
 _COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
 
 
 def load(text: str, file: str) -> Any:
-    """The content of a file; an empty one: an empty mapping. Its suffix tells the format, JSON where there is none
-    known.
+    """The content of a file; an empty mapping if it is empty. The suffix selects the format; JSON if it is unknown.
 
-    JSON may have comments and trailing commas, as DeepSpeed allows.
+    JSON may have comments and trailing commas, as in DeepSpeed.
 
     Raises:
-        ConfigError: naming file and line of what cannot be read.
+        ConfigError: the file cannot be read; with file and line.
     """
     try:
         found = _LOADERS.get(_suffix(file), _load_json)(text)
@@ -68,7 +67,7 @@ def load(text: str, file: str) -> Any:
 
 
 def value_at(data: Any, key: str, default: Any = ABSENT) -> Any:
-    """The value at a dotted key; ``default`` where there is none."""
+    """The value at a dotted key; ``default`` if missing."""
     if not key:
         return data
     for head, rest in _splits(data, key):
@@ -77,7 +76,7 @@ def value_at(data: Any, key: str, default: Any = ABSENT) -> Any:
 
 
 def flat(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no mapping, by dotted key."""
+    """All values except mappings, by dotted key."""
     for key, value in data.items() if isinstance(data, Mapping) else ():
         path = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping) and value:
@@ -87,10 +86,10 @@ def flat(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def edited(text: str, file: str, changes: Mapping[str, Any]) -> str:
-    """The text with these values at these dotted keys; keys above that are missing are made.
+    """The text with these values at these dotted keys; missing parent keys are created.
 
     Raises:
-        ConfigError: the file cannot be read, or a key cannot be set in it.
+        ConfigError: the file cannot be read, or a key in it cannot be set.
     """
     wanted = _copied(load(text, file))
     for key, value in changes.items():
@@ -127,7 +126,7 @@ def dumped(data: Any, file: str) -> str:
 
 
 def _splits(data: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Head and rest of a dotted key for the longest head that is there."""
+    """Head and rest of a dotted key, for the longest existing head."""
     parts = key.split(".")
     for number in range(len(parts), 0, -1):
         head = ".".join(parts[:number])
@@ -145,14 +144,14 @@ def _child(data: Any, key: str) -> Any:
 
 
 def _copied(data: Any) -> Any:
-    """The data with parts of its own everywhere, also where aliases shared one."""
+    """A copy of the data without shared parts, including those shared by aliases."""
     if isinstance(data, Mapping):
         return {key: _copied(value) for key, value in data.items()}
     return [_copied(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Equality to which 1, 1.0 and true are three values."""
+    """Equality that distinguishes 1, 1.0 and true."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
@@ -172,8 +171,8 @@ def _set(
     """Put a value at a dotted key of ``data``, in place.
 
     Args:
-        made: a value or a new key as ``data`` holds them.
-        below: a part of ``data`` as it may be changed; None: a mapping takes its place.
+        made: converts a value or new key to the form used in ``data``.
+        below: returns a part of ``data`` that may be changed; None: it is replaced by a mapping.
     """
     head, rest = next(_splits(data, key), (key.partition(".")[0], key.partition(".")[2]))
     if not isinstance(data, dict | list) or (isinstance(data, list) and _child(data, head) is ABSENT):
@@ -212,7 +211,7 @@ def _load_json(text: str) -> Any:
 
 
 def _unless_quoted(match: re.Match[str]) -> str:
-    """What was found, if it is a string; line ends, so that numbers of lines stay right, of all else."""
+    """The match if it is a string; otherwise only its line ends, so that line numbers stay correct."""
     return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
 
 
@@ -231,7 +230,7 @@ _LOADERS: Mapping[str, Callable[[str], Any]] = {".yaml": _load_yaml, ".yml": _lo
 
 
 class _AsSpelled(VersionedResolver):
-    """Takes every plain scalar as text: ``off``, ``1e-5`` and ``0o17`` mean different things to different readers."""
+    """Reads every plain scalar as text: parsers disagree on ``off``, ``1e-5`` and ``0o17``."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is not ScalarNode:
@@ -242,7 +241,7 @@ class _AsSpelled(VersionedResolver):
 
 
 class _LastCounts(RoundTripConstructor):
-    """Takes the last value of a key that a mapping has twice, as PyYAML does."""
+    """Uses the last value of a duplicate key, as PyYAML does."""
 
     def check_mapping_key(self, *_: Any, **__: Any) -> bool:
         return True
@@ -251,7 +250,7 @@ class _LastCounts(RoundTripConstructor):
 _TAGS: Final = {"<<": "merge", "": "null"}
 _MAPPING = re.compile(r"^[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\n( +)[^\s#-]", re.MULTILINE)
 _SEQUENCE = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\n\1( *)- ", re.MULTILINE)
-"""A key and the first line below it, which shows how a file is indented."""
+"""A key and the first line below it, which show the indentation of a file."""
 
 
 def _edit_yaml(text: str, changes: Mapping[str, Any], file: str) -> str:
@@ -287,8 +286,8 @@ def _spelled(value: Any) -> Any:
 
 
 def _below(node: Any) -> Any:
-    """A collection that a change may enter: one that an alias or a merge shares is copied, so that the change reaches
-    one place. None: a scalar."""
+    """A collection that can be changed. One shared by an alias or merge is copied, so that the change affects one
+    place. None: a scalar."""
     if not isinstance(node, CommentedMap | CommentedSeq):
         return None
     is_shared = node.anchor.value is not None or (isinstance(node, CommentedMap) and node.merge)

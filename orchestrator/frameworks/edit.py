@@ -1,9 +1,9 @@
-"""Support of a recipe for user programs of its framework: how to read their command, how to lay a candidate over it,
-how to keep a trial from leaving anything behind.
+"""Support for user programs of a framework: reading their command, applying a candidate to it, and keeping trials from
+leaving anything behind.
 
-A candidate is *overlaid* on the user's arguments and configuration files: what it says is replaced or appended, in
-copies, and all else stays as the user wrote it. A field in which the candidate equals what the command already says is
-not written, so a knob that a sweep does not name is inherited.
+An *overlay* applies a candidate to the user's arguments and configuration files: its values are replaced or appended in
+copies, and everything else stays unchanged. A field that already has the candidate's value is not written, so knobs
+that a sweep does not set are inherited.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from trials.spec import Candidate, LlamaModel, ScriptData, ScriptModel, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A training command as the user wrote it."""
+    """A training command as written by the user."""
 
     argv: tuple[str, ...]
     cwd: str
-    """Absolute."""
+    """Absolute path."""
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    """Text of each configuration file by its name: those the sweep file names, and those that
+    """Text of each configuration file by its name: files named in the sweep file, and those that
     :attr:`Training.find_files` found in the arguments."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Absolute path of each of these files."""
@@ -53,13 +53,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The settings of a command, as knobs."""
+    """The settings of a command as knobs."""
 
     values: Mapping[str, Any]
     """Value by path (see :func:`~orchestrator.frameworks.spelling.flatten`) of the fields that the framework has and
-    that could be understood, its defaults included."""
+    that were understood, including its defaults."""
     shape: LlamaModel | None = None
-    """The decoder that is trained, where arguments or a ``config.json`` tell."""
+    """The decoder that is trained, if arguments or a ``config.json`` describe it."""
     num_layers: int | None = None
     seq_length: int | None = None
     global_batch_size: int | None = None
@@ -68,32 +68,33 @@ class Reading:
     """Gradient accumulation steps, if the framework has a setting for these instead."""
     seed: int | None = None
     world_size: int | None = None
-    """Ranks that its launcher starts today, where it has one: no field of a candidate, because we start the ranks."""
+    """Ranks that its launcher starts, if it has one. Not a field of a candidate, because tune-cluster starts the
+    ranks."""
     notes: tuple[Note, ...] = ()
-    """What was not understood, and what that means."""
+    """What was not understood, and the consequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlayRequest:
-    """What is to be laid over a command."""
+    """The candidate to apply to a command, and its context."""
 
     candidate: Candidate
     reading: Reading
     """Values that the command sets itself."""
     named: frozenset[str] = frozenset()
-    """Paths of fields that the sweep names: written even if the command does not set them."""
+    """Paths of fields that the sweep sets: written even if the command does not set them."""
     templated: frozenset[str] = frozenset()
-    """Paths of fields that the command has placeholders for: already filled in, and not to be changed otherwise."""
+    """Paths of fields that the command has placeholders for: already filled in, and not changed in another way."""
     world_size: int
     global_batch_size: int
     num_microbatches: int
     seed: int | None = None
     device: str | None = None
-    """Kind of device that ranks train on, as torch calls it: ``cpu``, ``cuda``; None where it is not known."""
+    """Kind of device that ranks train on, by torch's name: ``cpu``, ``cuda``; None if unknown."""
 
     def changes(self, path: str, value: Any) -> bool:
-        """Whether ``value`` has to be written at ``path``: the command says something else, or nothing although the
-        sweep names the field."""
+        """Whether ``value`` has to be written at ``path``: the command has another value, or none although the sweep
+        sets the field."""
         if path in self.templated:
             return False
         if path in self.reading.values:
@@ -103,78 +104,79 @@ class OverlayRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
-    """A command with a candidate laid over it."""
+    """A command with a candidate applied."""
 
     argv: tuple[str, ...]
     """``{name}`` stands for the path of the copy of a file in ``files``."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to the user's."""
+    """Variables in addition to those of the user."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Text of the copies by name: all files whose placeholder is in ``argv``."""
     notes: tuple[Note, ...] = ()
-    """An error: this candidate cannot be expressed here; a warning is shown."""
+    """Error: the candidate cannot be expressed here. Warnings are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How programs of one framework are read, changed, watched."""
+    """How programs of one framework are read, changed and observed."""
 
     name: str
     title: str
     package: str | None
-    """Distribution whose version matters, as pip calls it; None where there is none."""
+    """Distribution whose version matters, by its name for pip; None if there is none."""
     releases: str = ""
-    """Versions that were tried or read, as a specifier: ``>=5.0,<6``; empty: any."""
+    """Versions that were tested or read, as a specifier: ``>=5.0,<6``; empty: any."""
     launcher: Literal["env", "own"] = "env"
     takes_launchers: bool = False
-    """Whether overlays take ``torchrun`` or ``accelerate launch`` off a command, and set the variables instead."""
+    """Whether overlays remove ``torchrun`` or ``accelerate launch`` from a command, and set the variables instead."""
     takes_custom_names: bool = False
-    """Whether overlays write the custom knobs that are called like arguments without dashes; else that is done
+    """Whether overlays write custom knobs that are named like arguments without dashes; otherwise they are written
     before."""
     log: LogFormat
     recognises: Callable[[Run], bool]
     """Whether a command looks like one of this framework."""
     find_files: Callable[[tuple[str, ...], str], Mapping[str, str]] = lambda argv, cwd: {}  # noqa: ARG005
-    """(argv, cwd) -> absolute path by name of the configuration files that the arguments point to and that an overlay
-    may have to change."""
+    """(argv, cwd) -> absolute path by name of the configuration files in the arguments that an overlay may have to
+    change."""
     read: Callable[[Run], Reading]
     overlay: Callable[[Run, OverlayRequest], Overlay]
     trial_mode: Callable[[Overlay, int], Overlay]
-    """(overlay, last step) -> the same without saves, evaluation, trackers and hub, logging every step, and ending at
-    that step, where possible in a way that leaves the schedule of the learning rate."""
+    """(overlay, last step) -> the same without saves, evaluation, trackers and hub, logging every step and ending at
+    that step, if possible without changing the learning-rate schedule."""
     expected: Callable[[OverlayRequest], Expected]
-    """What of the candidate can be seen from inside the program."""
+    """The parts of the candidate that can be observed inside the program."""
 
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str, file: str) -> Any:
-    """What a file says; the same files are read for every candidate."""
+    """The parsed content of a file, cached because the same files are read for every candidate."""
     return documents.load(text, file)
 
 
 @dataclass(slots=True)
 class Edit:
-    """Arguments and files that may be changed; the user's stay as they are."""
+    """Arguments and files being edited; the user's stay unchanged."""
 
     argv: Words
     files: dict[str, str] = field(default_factory=dict)
     """Text by placeholder, before ``changes``."""
     names: dict[str, str] = field(default_factory=dict)
-    """File name by placeholder, whose suffix tells the format."""
+    """File name by placeholder; its suffix selects the format."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables in addition to the user's."""
+    """Variables in addition to those of the user."""
     notes: list[Note] = field(default_factory=list)
     command_env: Mapping[str, str] = field(default_factory=dict)
     """The user's variables."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values by dotted key and file that are to be written."""
+    """Values to write, by dotted key and file."""
     cwd: str = ""
     world_size: int | None = None
-    """Ranks that the command's launcher starts, where known; None while a candidate is written, which has its own."""
+    """Ranks that the command's launcher starts, if known; None while a candidate, which has its own number, is
+    written."""
 
     @classmethod
     def of_run(cls, run: Run, *, copies_files: bool = True) -> Edit:
-        """The command, with a placeholder for every file of which there are to be copies."""
+        """The command, with a placeholder for every file that is copied."""
         argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
         names = {name: Path(path).name for name, path in run.paths.items()}
         return cls(argv, dict(run.files), names, command_env=run.env, cwd=run.cwd)
@@ -204,7 +206,7 @@ class Edit:
 
 
 class Texts(Mapping[str, str]):
-    """Texts of files, written on request: most overlays are only judged, for a plan."""
+    """Texts of files, written on request: most overlays are only checked, for a plan."""
 
     def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
         self._makers = makers
@@ -223,7 +225,7 @@ class Texts(Mapping[str, str]):
 
 
 class Options:
-    """Arguments of an edit by name, as a framework's table of them says how they are spelled."""
+    """Arguments of an edit by name, with the spellings in a framework's table."""
 
     def __init__(self, edit: Edit, table: Mapping[str, Argument]) -> None:
         self._edit = edit
@@ -261,7 +263,7 @@ class EditedFile:
         return self._name in self._edit.files
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The current value of a key; ``default`` where there is none."""
+        """The current value of a key; ``default`` if missing."""
         found = self._value(key)
         return default if found is documents.ABSENT else found
 
@@ -269,7 +271,7 @@ class EditedFile:
         return self._value(key) is not documents.ABSENT
 
     def put(self, changes: Mapping[str, Any]) -> None:
-        """Put values at keys; what a key says already stays as it is spelled."""
+        """Put values at keys; equal values keep their spelling."""
         for key, value in changes.items():
             if not self.has(key) or self.get(key) != value or type(self.get(key)) is not type(value):
                 self._edit.changes.setdefault(self._name, {})[key] = value
@@ -295,7 +297,7 @@ def _upwards(key: str) -> Iterator[str]:
 
 
 def _placed(word: str, run: Run) -> str:
-    """The word, with the placeholder of a file in the place of its path."""
+    """The word with its path replaced by the placeholder of the file."""
     head, mark, value = word.rpartition("=")
     for name, path in run.paths.items():
         for text in (word, value):
@@ -305,7 +307,7 @@ def _placed(word: str, run: Run) -> str:
 
 
 def _below(paths: Iterable[str], *known: Mapping[str, Any]) -> Iterator[str]:
-    """The paths, and those below them that are known."""
+    """The paths, and the known ones below them."""
     for path in paths:
         yield path
         yield from (below for values in known for below in values if below.startswith(f"{path}."))
@@ -313,30 +315,30 @@ def _below(paths: Iterable[str], *known: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkTable:
-    """One framework's rows, as commands are read and changed with them."""
+    """The rows of one framework, for reading and changing commands."""
 
     rows: tuple[Setting, ...]
-    """Those of the layout before those whose meaning depends on it."""
+    """Rows of the layout come before those whose meaning depends on it."""
     command: Callable[[Edit], CommandSettings]
-    """Its settings by name, which may be changed."""
+    """Its settings by name, which can be changed."""
     defaults: Mapping[str, Any]
-    """What the framework does where a command has no such setting: read as if it stood there, and not written."""
+    """The framework's value of settings that a command does not have; read like a setting, and not written."""
     model: Callable[[Edit, Found], LlamaModel | None]
     """The decoder; sets ``num_layers`` of what was found."""
     check: Callable[[Edit, OverlayRequest], None]
     open: Callable[[Run], Edit] = Edit.of_run
-    """The command to be read, or changed."""
+    """The command to read or change."""
     approximated: frozenset[str] = frozenset()
-    """Fields for which a warning is enough where the framework uses other values."""
+    """Fields for which a warning is enough if the framework uses other values."""
 
     def read(self, run: Run) -> Reading:
-        """A command in our words, the framework's defaults included."""
+        """A command in our terms, including the framework's defaults."""
         edit = self.open(run)
         reading = self.reading(edit)
         return replace(reading, notes=tuple(dict.fromkeys([*edit.notes, *reading.notes])))
 
     def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
-        """The command with the candidate laid over it; errors among the notes say what it does not say."""
+        """The command with the candidate applied; errors among the notes list what could not be expressed."""
         edit = self.open(run)
         edit.world_size = None
         reading = self._lay(edit, request)
@@ -348,7 +350,7 @@ class FrameworkTable:
         return edit.overlay()
 
     def _lay(self, edit: Edit, request: OverlayRequest) -> Reading:
-        """Write what changes, each row in whole; what the command says then."""
+        """Write the changes, each row in full; return the command's resulting values."""
         requested, now = values_of(request.candidate), request
         for one in self.rows:
             paths = _below(one.paths, requested, now.reading.values)
@@ -407,25 +409,26 @@ _GLOBAL_BATCH = "workload.global_batch_size"
 
 
 def _changes(path: str, value: Any, request: OverlayRequest, now: OverlayRequest) -> bool:
-    """Whether a field has to be written: it differs now, or did before the command stopped to say it."""
+    """Whether a field has to be written: it differs now, or did before the command lost the setting."""
     is_gone = path in request.reading.values and path not in now.reading.values
     return (request if is_gone else now).changes(path, value)
 
 
 def _accumulates(one: Setting, request: OverlayRequest) -> bool:
-    """Whether a row has to write another number of accumulation steps than the command has."""
+    """Whether a row has to write a number of accumulation steps other than the command's."""
     return _GLOBAL_BATCH in one.paths and request.reading.num_microbatches not in (None, request.num_microbatches)
 
 
 def layers_in(request: OverlayRequest) -> int:
-    """Layers of the model; where the command does not say how many, as many as the candidate recomputes at most."""
+    """Number of layers of the model; if the command does not set it, the maximum number that the candidate
+    recomputes."""
     recompute = request.candidate.recompute
     counts = [recompute.full, *(part.num_layers for part in recompute.selective)]
     return request.reading.num_layers or max((sum(map(sum, rows)) for rows in counts), default=0) or 1
 
 
 def _again(request: OverlayRequest, now: Reading) -> Reading:
-    """The current settings of the command; the model stays the one that the user's command describes."""
+    """The current settings of the command; the model stays that of the user's command."""
     first, values = request.reading, dict(now.values)
     if now.num_layers is None:
         held = layers_of(request.candidate.layout, layers_in(request))
@@ -443,7 +446,7 @@ _ONE_LAYER = ((1,),)
 
 
 def contradictions(request: OverlayRequest, back: Reading) -> list[Note]:
-    """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
+    """An error for every field of the candidate that has another value in the command, or none although the sweep sets
     it."""
     requested = values_of(_canonical(request.candidate))
     canonical = values_of(_canonical(candidate_of({**requested, **_of_candidate(back.values)})))
@@ -480,14 +483,14 @@ def _batch(request: OverlayRequest, back: Reading) -> list[Note]:
 
 
 _LEFT_OVER = ("layout.dp_replicate", "layout.dp_shard")
-"""Degrees of which most frameworks derive one: it is what the others leave over of the ranks."""
+"""Degrees of which most frameworks derive one from the number of ranks and the other degrees."""
 _ANYTHING = Workload(
     model=ScriptModel(recipe="custom", run=(), cwd="/"), data=ScriptData(), seq_length=1, global_batch_size=1
 )
 
 
 def values_of(candidate: Candidate) -> dict[str, Any]:
-    """Value by path of a candidate's fields, without the custom knobs, of which no framework's recipe knows."""
+    """Value by path of a candidate's fields, without the custom knobs, which no framework's recipe covers."""
     return _of_candidate(flatten(candidate, _ANYTHING))
 
 
@@ -496,7 +499,7 @@ def _of_candidate(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical(candidate: Candidate) -> Candidate:
-    """The candidate in canonical form as far as that is the same for every model."""
+    """The candidate in canonical form, as far as that does not depend on the model."""
     return Candidate(
         layout=canonical_part(candidate.layout),
         micro_batch_size=candidate.micro_batch_size,
@@ -523,7 +526,7 @@ def _error(knob: str, message: str) -> Note:
 
 
 def builder_of(request: OverlayRequest) -> SettingsBuilder:
-    """A draft for settings of the framework's exports, whose names and rules are the same here."""
+    """A draft for settings of the framework's exports, which have the same names and rules."""
     reading = request.reading
     model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=layers_in(request))
     workload = Workload(

@@ -1,5 +1,5 @@
-"""Rows that several frameworks share: what they leave to the training script or cannot do, and layers per stage as
-frameworks with coarser settings count them."""
+"""Rows shared by several frameworks: fields that they leave to the training script or do not support, and layers per
+stage in coarser settings."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def most(counts: Counts) -> int:
 
 
 def is_first_layers_everywhere(counts: Counts, held: Counts) -> bool:
-    """Whether one number for all chunks and stages says the same."""
+    """Whether one number for all chunks and stages is equivalent."""
     return first_layers(most(counts), held) == counts
 
 
 def gathered_again(recompute: Recompute, held: Counts) -> Counts:
-    """Recompute of communication in every layer that is not recomputed in full."""
+    """Recompute of communication in every layer that is not fully recomputed."""
     return resolve_recompute(RecomputeChoice(full=recompute.full, communication=ALL_LAYERS), held).communication
 
 
 def in_every_layer(counts: Counts, recompute: Recompute, held: Counts) -> bool:
-    """Whether a pattern applies to every layer that is not recomputed in full."""
+    """Whether a pattern applies to every layer that is not fully recomputed."""
     return counts == gathered_again(recompute, held)
 
 
@@ -61,7 +61,7 @@ def in_model_order(layout: Layout, num_layers: int) -> list[int]:
 
 
 def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
-    """Global numbers of the first ``counts`` layers of every chunk and stage."""
+    """Global indices of the first ``counts`` layers of every chunk and stage."""
     return sorted(
         layer
         for chunk in all_chunks(layout, num_layers)
@@ -70,7 +70,7 @@ def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
 
 
 def refuse_stages(builder: SettingsBuilder, message: str) -> None:
-    """Refuse the layout's stages; numbers of layers per stage then mean something else and are refused, too."""
+    """Reject the layout's stages, and with them numbers of layers per stage, whose meaning would differ."""
     builder.refuse("layout.stage_layers", message)
     if builder.candidate.recompute != Recompute():
         builder.refuse("recompute", "the numbers of layers belong to other stages")
@@ -82,7 +82,7 @@ def num_microbatches(builder: SettingsBuilder) -> int:
 
 
 def without_pipeline() -> dict[str, Any]:
-    """What is true of every layout without a pipeline."""
+    """Values of every layout without a pipeline."""
     return {
         "layout.pp": 1,
         "layout.schedule": "1f1b",
@@ -92,17 +92,17 @@ def without_pipeline() -> dict[str, Any]:
 
 
 def in_rows(counts: list[int], pp: int) -> Counts:
-    """Layers per chunk and stage, of layers per virtual stage in the order of the model."""
+    """Layers per chunk and stage, from layers per virtual stage in the order of the model."""
     return tuple(tuple(counts[start : start + pp]) for start in range(0, len(counts), pp))
 
 
 def all_of(held: Counts) -> Counts:
-    """Every layer there is, of every chunk and stage."""
+    """All layers of every chunk and stage."""
     return first_layers(ALL_LAYERS, held)
 
 
 WHOLE_BETWEEN = "activations between the projections are not sharded, which takes more memory"
-"""Message for tensor parallelism that does not split the sequence between the projections."""
+"""Message for tensor parallelism without splitting the sequence between the projections."""
 TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.initial": 2.0**16,
     "precision.loss_scale.growth_factor": 2.0,
@@ -115,7 +115,7 @@ TORCH_SCALER: dict[str, Any] = {
 
 
 def requested(builder: SettingsBuilder, part: str) -> dict[str, Any]:
-    """What the candidate asks for at or below ``part`` that is not the default; all of it for a workload."""
+    """Values of the candidate at or below ``part`` that differ from the defaults; all of them for a workload."""
     return {
         path: value
         for path, value in builder.values.items()
@@ -139,12 +139,12 @@ def takes_torch_scaler(builder: SettingsBuilder) -> bool:
 
 
 def as_text(values: Mapping[str, Any], part: str) -> str:
-    """``num_workers 2, pin_memory True``; of a single field only its value."""
+    """``num_workers 2, pin_memory True``; only the value for a single field."""
     return ", ".join(f"{path.removeprefix(part).lstrip('.')} {value}".strip() for path, value in values.items())
 
 
 def unable(*paths: str, message: str) -> Setting:
-    """Fields whose values other than the default the framework cannot do: each an error."""
+    """An error for every field whose value is not the default, which the framework does not support."""
 
     def write(builder: SettingsBuilder) -> None:
         for path in paths:
@@ -155,13 +155,13 @@ def unable(*paths: str, message: str) -> Setting:
 
 
 def no_pipeline(message: str) -> Setting:
-    """Errors for everything that belongs to a pipeline."""
+    """Errors for all pipeline settings."""
     names = ("pp", "schedule", "num_virtual_stages", "stage_layers")
     return unable(*(f"layout.{name}" for name in names), message=message)
 
 
 def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
-    """``shard_embedding`` where embedding and head are sharded with other weights, from this ZeRO stage on."""
+    """``shard_embedding`` if embedding and head are sharded with the other weights from this ZeRO stage on."""
 
     def write(builder: SettingsBuilder) -> None:
         layout = builder.candidate.layout
@@ -174,7 +174,7 @@ def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
 
 
 def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
-    """``tp_engine`` where tensor parallelism always has its collectives outside of DTensor; ``tp`` reads its degree."""
+    """``tp_engine`` if tensor parallelism always runs its collectives outside DTensor; ``tp`` reads its degree."""
 
     def write(builder: SettingsBuilder) -> None:
         if builder.candidate.layout.tp > 1 and builder.candidate.layout.tp_engine != "local":
@@ -187,7 +187,7 @@ def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
 
 
 def weight_decay_but_norms(name: str) -> Setting:
-    """Weight decay under ``name``, from which the framework spares the weights of norms."""
+    """Weight decay under ``name``; the framework does not apply it to the weights of norms."""
     path = "workload.optimizer.weight_decay"
 
     def write(builder: SettingsBuilder) -> None:
@@ -199,7 +199,7 @@ def weight_decay_but_norms(name: str) -> Setting:
 
 
 def betas(name: str, make: Callable[[tuple[float, float]], Any] = list) -> Setting:
-    """Both betas of AdamW under ``name``, in the sequence that ``make`` makes of them."""
+    """Both betas of AdamW under ``name``, in the sequence type that ``make`` returns."""
     paths = ("workload.optimizer.beta1", "workload.optimizer.beta2")
 
     def write(builder: SettingsBuilder) -> None:
@@ -209,7 +209,7 @@ def betas(name: str, make: Callable[[tuple[float, float]], Any] = list) -> Setti
 
 
 def two_batches_ahead(num_workers: Callable[[Found], Any], *, in_overlays: bool = False) -> Setting:
-    """``prefetch_factor`` where every data-loading process, whose number ``num_workers`` reads, is 2 batches ahead."""
+    """``prefetch_factor`` if every data-loading process, whose number ``num_workers`` reads, prefetches 2 batches."""
     path = "loader.prefetch_factor"
 
     def write(builder: SettingsBuilder) -> None:
@@ -225,7 +225,7 @@ def two_batches_ahead(num_workers: Callable[[Found], Any], *, in_overlays: bool 
 
 
 def own_data(reader: str) -> Setting:
-    """The training data, which the user's own ``reader`` reads in every framework."""
+    """The training data; in every framework, the user's own ``reader`` reads them."""
     return left_to_script("workload.data", reader)
 
 
@@ -234,21 +234,22 @@ def own_seed() -> Setting:
 
 
 def refuse_fp8(builder: SettingsBuilder, reason: str = "no setting for 8-bit floats; exported as bfloat16") -> None:
-    """Refuse precision O1-fp8, where the format has no setting that means the same."""
+    """Reject precision O1-fp8 if the format has no equivalent setting."""
     if builder.candidate.precision.level == "O1-fp8":
         builder.refuse("precision.level", reason)
 
 
 def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:
-    """Settings for what saves memory at a price: none in most frameworks. ``ways`` gives those that there are for
-    ``loss_chunks``, ``activations`` and ``optimizer``, or why what there is is not the same."""
+    """Settings that save memory at a cost, which most frameworks lack. ``ways`` has the existing ones for
+    ``loss_chunks``, ``activations`` and ``optimizer``, or the reason why the framework's setting is not equivalent."""
     paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
     found = {name: ways.get(name, "no such setting") for name in paths}
     return tuple(unable(paths[name], message=way) if isinstance(way, str) else way for name, way in found.items())
 
 
 def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _: True) -> Setting:
-    """``offload.activations`` under ``name``, which moves the inputs of recomputed layers: the same where all are."""
+    """``offload.activations`` under ``name``, which moves the inputs of recomputed layers; equivalent if all layers are
+    recomputed."""
     path = "offload.activations"
 
     def write(builder: SettingsBuilder) -> None:
@@ -264,7 +265,7 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
 
 
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
-"""Setting for when gradients are reduced, where a framework knows one way only, which is our default."""
+"""Setting for when gradients are reduced, if the framework has only one way, which is our default."""
 
 KERNELS_OF_SCRIPT = (
     left_to_script("kernels.attention", "your script must select it: torch.nn.attention.sdpa_kernel(...)"),

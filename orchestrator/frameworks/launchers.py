@@ -1,4 +1,4 @@
-"""Commands without the launcher that starts their ranks: we start them ourselves, one per device.
+"""Removes the launcher that starts a command's ranks: tune-cluster starts them itself, one per device.
 
 ``torchrun --nproc-per-node 2 train.py --bs 4`` is the program ``python train.py --bs 4`` on two ranks.
 """
@@ -41,7 +41,7 @@ _FLAGS: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
     }
 )
-"""Options that take no value, with hyphens; the value of any other option is one word."""
+"""Options without a value, with hyphens; the value of any other option is one word."""
 _MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"} | {
     "accelerate.commands.launch": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
@@ -51,27 +51,27 @@ _MAX_SCRIPT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A command taken apart: ``argv`` is what each rank runs."""
+    """A command split into launcher and program; ``argv`` is what each rank runs."""
 
     argv: Words
     launcher: str | None = None
-    """``torchrun``, ``accelerate`` or ``deepspeed``; None where the command starts a program itself."""
+    """``torchrun``, ``accelerate`` or ``deepspeed``; None if the command starts a program directly."""
     options: Words = ()
     """Words for the launcher."""
     num_nodes: int | None = None
     processes_per_node: int | None = None
     world_size: int | None = None
-    """Ranks that the launcher would start on all nodes; None where it does not say."""
+    """Ranks that the launcher would start on all nodes; None if not set."""
     not_understood: Words = field(default=())
-    """Counts that are no numbers, as they stand: ``auto``, ``gpu``, ``1:4``."""
+    """Counts that are not numbers, unchanged: ``auto``, ``gpu``, ``1:4``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A command of one rank taken apart: ``(*head, *arguments)`` is the command again."""
+    """A command of one rank, split so that ``(*head, *arguments)`` is the command."""
 
     head: Words
-    """Up to the program's own name: ``python -u train.py``, ``python -m swift.cli.sft``, ``llamafactory-cli``."""
+    """The words up to the program's name: ``python -u train.py``, ``python -m swift.cli.sft``, ``llamafactory-cli``."""
     arguments: Words = ()
     script: str | None = None
     """The Python file, as written."""
@@ -80,12 +80,12 @@ class Program:
 
     @property
     def name(self) -> str:
-        """What is run: module, file name of the script, or command."""
+        """What is run: the module, the file name of the script, or the command."""
         return self.module or PurePath(self.script or (self.head[-1] if self.head else "")).name
 
 
 def without_launcher(argv: Words) -> Launched:
-    """The command of one rank, and how many of them its launcher would start."""
+    """The command of one rank, and the number of ranks that its launcher would start."""
     start, launcher = _launcher(argv)
     if launcher is None:
         return Launched(argv=argv)
@@ -117,7 +117,7 @@ def program_of(argv: Words) -> Program:
 
 
 def script_text(argv: Words, cwd: str) -> str:
-    """Text of the Python file that a command runs; empty where there is none to be read."""
+    """Text of the Python file that a command runs; empty if there is no readable file."""
     script = program_of(without_launcher(argv).argv).script
     if script is None:
         return ""
@@ -135,7 +135,7 @@ def imports(text: str) -> frozenset[str]:
 
 
 def python_next_to(command: str) -> str:
-    """The interpreter of a command that is named by its path; else whatever ``python`` is."""
+    """The interpreter in a command if given by its path; else the ``python`` on PATH."""
     sibling = PurePath(command).with_name("python")
     return str(sibling) if len(sibling.parts) > 1 else "python"
 
@@ -144,7 +144,7 @@ def python_next_to(command: str) -> str:
 
 
 def _launcher(argv: Words) -> tuple[int, str | None]:
-    """Where a launcher's options begin, and which launcher it is."""
+    """Position of a launcher's options, and the launcher's name."""
     for index, word in enumerate(argv):
         name = PurePath(word).name
         if name in ("torchrun", "deepspeed") and not _is_value(argv, index):
@@ -161,12 +161,12 @@ def _launcher(argv: Words) -> tuple[int, str | None]:
 
 
 def _is_value(argv: Words, index: int) -> bool:
-    """Whether a word that is called like a launcher is only the value of an option in front of it."""
+    """Whether a word that looks like a launcher is the value of an option before it."""
     return index > 0 and is_option(argv[index - 1]) and argv[index - 1] not in ("--", "-u")
 
 
 def _end_of_options(argv: Words, start: int, launcher: str) -> int:
-    """Where the program begins."""
+    """Position of the program."""
     index = start
     while index < len(argv) and is_option(argv[index]) and argv[index] != "--":
         word = argv[index]
@@ -176,7 +176,7 @@ def _end_of_options(argv: Words, start: int, launcher: str) -> int:
 
 
 def _command(argv: Words, start: int, stop: int, options: Words) -> Words:
-    """What a rank runs: the program with the launcher's own Python."""
+    """What a rank runs: the program with the launcher's Python."""
     rest = argv[stop + 1 :] if argv[stop : stop + 1] == ("--",) else argv[stop:]
     if read(options, NO_PYTHON):
         return rest
@@ -198,7 +198,7 @@ def _is_python(word: str) -> bool:
 
 
 def count(text: str | None) -> int | None:
-    """The text as a whole number above 0; None where it is none."""
+    """The text as a positive whole number; None if it is not one."""
     return int(text) if text is not None and text.isdigit() and int(text) else None
 
 

@@ -1,8 +1,7 @@
-"""Lightning as people run it: ``main.py fit --config FILE --trainer.key value``, and other scripts, whose arguments
-only placeholders can fill.
+"""Lightning: ``main.py fit --config FILE --trainer.key value``, and other scripts, which only placeholders can change.
 
-Arguments count more than the files behind ``--config``. Names and defaults are those of Lightning 2.6.6. The reporting
-hook is a callback, which measures and stops either kind.
+Arguments override the files of ``--config``. Names and defaults are those of Lightning 2.6.6. The reporting hook is a
+callback that measures and stops both kinds of programs.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ def recognises(run: Run) -> bool:
 
 
 def is_cli(argv: Words) -> bool:
-    """Whether the program takes LightningCLI's arguments, as far as the command tells."""
+    """Whether the program takes LightningCLI's arguments, judged by the command."""
     return "fit" in argv or any(word.startswith(_SECTIONS) for word in argv)
 
 
 def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
-    """The files behind ``--config``, in their order."""
+    """The files of ``--config``, in order."""
     if not is_cli(argv):
         return {}
     words = [word for word in _configs(argv) if "{" not in word and Path(cwd, word).is_file()]
@@ -89,12 +88,12 @@ class LightningArguments:
         self._files = [EditedFile(edit, name) for name in names]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value that counts; ``default`` where the command has none."""
+        """The effective value; ``default`` if the command has none."""
         value = self._value(self._spelled(name))
         return default if value is ABSENT else value
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Write arguments at the end, behind every ``--config``: the last one counts."""
+        """Write arguments at the end, after every ``--config``, since the last value counts."""
         for name, value in values.items():
             argument = Argument(name=f"--{self._spelled(name)}")
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -106,7 +105,7 @@ class LightningArguments:
             self._edit.argv = arguments.remove(self._edit.argv, Argument(name=f"--{name}"))
 
     def _spelled(self, name: str) -> str:
-        """The name in this command: the data module may be one of several classes."""
+        """The name in this command; the data module may be one of several classes."""
         other = name.replace("data.", "data.init_args.", 1)
         is_other = name.startswith("data.") and self._value(name) is ABSENT and self._value(other) is not ABSENT
         return other if is_other else name
@@ -125,7 +124,7 @@ class LightningArguments:
 def _write_strategy(builder: SettingsBuilder) -> None:
     layout = builder.candidate.layout
     if layout.dp == 1:
-        return  # a single rank: any strategy is the same
+        return  # a single rank: all strategies are equivalent
     stage = layout.zero_stage
     builder.settings[STRATEGY] = "ddp" if stage == 0 else "fsdp" if stage == 3 else f"deepspeed_stage_{stage}"
     if stage and layout.dp_replicate > 1:
@@ -213,7 +212,7 @@ ROWS = (
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
-    """Write how many ranks there are, which Lightning compares with what it finds."""
+    """Write the number of ranks, which Lightning checks."""
     given, layout = LightningArguments(edit), request.candidate.layout
     nodes = given.get("trainer.num_nodes", 1)
     nodes = int(nodes) if str(nodes).isdigit() and int(nodes) > 0 else 1
@@ -239,14 +238,14 @@ TABLE = FrameworkTable(
 
 
 def _read(run: Run) -> Reading:
-    """A command in our words, the Trainer's defaults included; of other programs than LightningCLI's nothing."""
+    """A command in our terms, including the Trainer's defaults; empty for programs without LightningCLI."""
     if not is_cli(run.argv):
         return Reading(values={}, notes=(Note(knob="workload", message=_NO_CLI, severity="warning"),))
     return replace(TABLE.read(run), world_size=_num_ranks(LightningArguments(Edit.of_run(run))))
 
 
 def _num_ranks(given: LightningArguments) -> int | None:
-    """Devices times nodes; None where Lightning takes all that there are."""
+    """Devices times nodes; None if Lightning uses all that exist."""
     devices, nodes = given.get("trainer.devices", "auto"), given.get("trainer.num_nodes", 1)
     if isinstance(devices, list):
         devices = len(devices)
@@ -278,15 +277,15 @@ _OFF: dict[str, Any] = {
     "trainer.default_root_dir": "{out}",
 }
 _ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
-"""Lightning's own variable for where its Trainer puts logs and checkpoints, unless the program says where."""
+"""Lightning's variable for the folder of its Trainer's logs and checkpoints, unless the program sets one."""
 _NEED_WHAT_IS_OFF = ("Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor", "EarlyStopping", "ModelSummary")
-"""Callbacks that Lightning refuses, or that wait in vain, without logger, checkpoints and validation."""
+"""Callbacks that fail, or have no effect, without logger, checkpoints and validation."""
 
 
 def _trial_mode(made: Overlay, last_step: int) -> Overlay:
-    """Without logger, checkpoints, validation; ``max_steps`` ends it. A program that is no LightningCLI's stays as it
-    is, but for where it leaves its files: its callbacks may need a logger, or checkpoints. The hook ends it, and the
-    schedule of its learning rate is that of the whole run."""
+    """The trial without logger, checkpoints and validation; ``max_steps`` ends it. A program without LightningCLI stays
+    unchanged except for its output folder, since its callbacks may need a logger or checkpoints. The hook ends it, and
+    its learning-rate schedule is that of the full run."""
     edit = Edit.of_overlay(made)
     if not is_cli(edit.argv):
         return replace(made, env={**made.env, _ROOT: "{out}"})
@@ -309,7 +308,7 @@ def _needs_what_is_off(callback: Any) -> bool:
 
 
 def _expected(request: OverlayRequest) -> Expected:
-    """What can be seen from inside; a rank's samples only where the command says its batch."""
+    """The values to observe inside the program; a rank's samples only if the command sets its batch."""
     candidate, layout = request.candidate, request.candidate.layout
     configured = request.reading.values
     return Expected(

@@ -1,7 +1,7 @@
-"""LLaMA-Factory: a YAML of arguments, with ``key=value`` words that win over it.
+"""LLaMA-Factory: a YAML of arguments, with ``key=value`` words that override it.
 
 Names and defaults are those of LLaMA-Factory 0.9.5 (``hparams/``, ``launcher.py``). It recomputes activations unless
-``disable_gradient_checkpointing`` says no, and its own launcher starts torchrun, for which we start the ranks' module.
+``disable_gradient_checkpointing`` is set. Its launcher starts torchrun; tune-cluster starts the ranks' module instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _recognises(run: Run) -> bool:
 
 
 def _plain(run: Run) -> Run:
-    """The command of one rank: its own launcher would start ranks of its own, or none on the CPU."""
+    """The command of one rank; its launcher would start ranks itself, or none on the CPU."""
     argv = without_launcher(run.argv).argv
     program = program_of(argv)
     if program.name not in (*_COMMANDS, "llamafactory.cli"):
@@ -64,7 +64,7 @@ def _find_files(argv: Words, cwd: str) -> dict[str, str]:
 
 
 def _read(run: Run) -> Reading:
-    """The YAML with what stands beside it; how many ranks its own launcher starts is told by variables."""
+    """The YAML with the words next to it. Variables set the number of ranks that its launcher starts."""
     plain = _plain(run)
     world = without_launcher(run.argv).world_size
     if world is None and _program(run.argv).name in _COMMANDS and run.env.get("NPROC_PER_NODE", "").isdigit():

@@ -1,7 +1,7 @@
-"""Megatron-LM: ``pretrain_gpt.py`` and its like with arguments; an export is a shell script with them.
+"""Megatron-LM: ``pretrain_gpt.py`` and similar scripts with arguments; an export is a shell script with them.
 
-Names, defaults and rules are those of ``megatron/training/arguments.py`` from release 0.15 to 0.20, which takes no
-abbreviations and no underscores.
+Names, defaults and rules are those of ``megatron/training/arguments.py`` in releases 0.15 to 0.20, which accept neither
+abbreviations nor underscores.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _FLAGS = (
     *("--full-validation", "--use-checkpoint-args", "--exit-on-missing-checkpoint"),
     *("--auto-detect-ckpt-format", "--enable-one-logger"),
 )
-"""Arguments without a value, of those that are read or written in commands."""
+"""Arguments without a value, of those read or written in commands."""
 _LISTS = (MODULES, CP_METHOD, "--rampup-batch-size")
 
 
@@ -109,15 +109,14 @@ _ARCHITECTURE = {
     "--init-method-std": 0.02,
     "--tokenizer-type": "NullTokenizer",
 }
-"""Arguments that make Megatron-LM's decoder a Llama with the runner's initial weights."""
+"""Arguments that turn Megatron-LM's decoder into a Llama with the runner's initial weights."""
 _FRAME = {
     "--optimizer": "adam",
     "--lr-decay-style": "constant",
-    "--clip-grad": 0.0,
     "--split": "1,0,0",
     "--eval-iters": 0,
 }
-"""Arguments for the runner's constant learning rate, without clipping or evaluation."""
+"""Arguments for the runner's constant learning rate, without evaluation."""
 
 
 def _write_kind(builder: SettingsBuilder) -> None:
@@ -137,7 +136,8 @@ def _read_kind(found: Found) -> dict[str, Any]:
 
 
 def _write_vocab(builder: SettingsBuilder) -> None:
-    """Write the padded size, which counts: versions differ on whether the tokenizer adds an id to the other one."""
+    """Write the padded size, which determines the vocabulary: versions differ in whether the tokenizer adds an id to
+    the other one."""
     if isinstance(builder.workload.model, LlamaModel):
         size = builder.workload.model.vocab_size
         builder.settings |= {"--vocab-size": size - 1, "--padded-vocab-size": size}
@@ -201,7 +201,7 @@ def _write_data(builder: SettingsBuilder) -> None:
 
 
 def _note_unread(found: Found) -> dict[str, Any]:
-    """Note arguments of commands that stay as they are and that no field describes."""
+    """Note arguments of commands that stay unchanged and that no field describes."""
     experts = found.get("--expert-model-parallel-size", "1")
     if experts != "1":
         found.unread(
@@ -246,7 +246,7 @@ def _write_data_parallel(builder: SettingsBuilder) -> None:
 
 
 def _read_data_parallel(found: Found) -> dict[str, Any]:
-    """Read what data-parallel ranks share; how many there are is what the other degrees leave over."""
+    """Read what data-parallel ranks share; their number follows from the other degrees."""
     if found.is_on("--use-torch-fsdp2"):
         found.unread("layout.zero_stage", "--use-torch-fsdp2")
         return {}
@@ -542,6 +542,7 @@ ROWS: tuple[Setting, ...] = (
     option("workload.optimizer.beta1", "--adam-beta1", of=float),
     option("workload.optimizer.beta2", "--adam-beta2", of=float),
     option("workload.optimizer.eps", "--adam-eps", of=float),
+    option("workload.optimizer.clip_norm", "--clip-grad", of=float),
     weight_decay_but_norms("--weight-decay"),
     row("workload.seed", "--seed", _write_seed, _read_seed),
     custom(("workload.data",), (), _write_data),
@@ -649,7 +650,8 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def _render(builder: SettingsBuilder) -> dict[str, str]:
-    """One hardware queue keeps collectives of tp and cp ahead of what they overlap; Megatron-FSDP needs several."""
+    """A single hardware queue runs collectives of tp and cp before the kernels that they overlap with; Megatron-FSDP
+    needs several queues."""
     layout = builder.candidate.layout
     needs_one = layout.zero_stage < 2 and layout.tp * layout.cp > 1
     return {FILE: shell.script(builder, exports={_QUEUES: "1"} if needs_one else {}, start=_START)}
@@ -708,7 +710,7 @@ def recognises(run: Run) -> bool:
 
 
 def _model(_: Edit, found: Found) -> LlamaModel | None:
-    """The decoder as the cost model needs it; None, with a note, where the arguments do not give one."""
+    """The decoder for the cost model; None, with a note, if the arguments do not define one."""
     if found.get("--yaml-cfg"):
         found.refuse("workload", "--yaml-cfg: YAML configuration is not read; pass the same settings as arguments")
     found.num_layers = found.whole("workload", "--num-layers") or found.whole("workload", "--encoder-num-layers")
@@ -743,7 +745,7 @@ def _model(_: Edit, found: Found) -> LlamaModel | None:
 
 
 def _width(found: Found, hidden: int) -> int:
-    """Width of the feed-forward part; of one with two matrices, that of one with three of the same size."""
+    """Width of the feed-forward part; for one with two matrices, that of an equally large one with three."""
     gated = found.is_on("--swiglu")
     default = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
     width = found.whole("workload.model", "--ffn-hidden-size", default) or default
@@ -755,7 +757,7 @@ def _width(found: Found, hidden: int) -> int:
 
 
 def _vocab(found: Found, tp: int) -> int | None:
-    """Rows of the embedding, padded as Megatron-LM pads them."""
+    """Rows of the embedding, padded as in Megatron-LM."""
     knob = "workload.model"
     padded = found.whole(knob, "--padded-vocab-size")
     if padded:
@@ -770,7 +772,7 @@ def _vocab(found: Found, tp: int) -> int | None:
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
-    """Note what Megatron-LM itself would refuse, and set the variables it needs."""
+    """Note what Megatron-LM itself would reject, and set the variables it needs."""
     found = Found(MegatronArguments(edit), is_export=False)
     layout, shape = request.candidate.layout, request.reading.shape
     length = request.reading.seq_length
@@ -811,7 +813,8 @@ def _check_dimensions(edit: Edit, found: Found, request: OverlayRequest, shape: 
 
 
 def _check_queues(edit: Edit, found: Found, request: OverlayRequest) -> None:
-    """One hardware queue keeps collectives of tp and cp ahead of what they overlap; FSDP needs several."""
+    """A single hardware queue runs collectives of tp and cp before the kernels that they overlap with; FSDP needs
+    several."""
     layout = request.candidate.layout
     configured = edit.command_env.get(_QUEUES, os.environ.get(_QUEUES))
     shards = found.is_on(FSDP) or found.is_on("--use-torch-fsdp2")
@@ -838,11 +841,13 @@ _OFF = (
     *("--enable-one-logger", "--save-config-filepath", "--log-progress", "--profile", "--use-pytorch-profiler"),
     *("--record-memory-history", "--full-validation", "--exit-duration-in-mins", *_GROWTH),
 )
-"""Arguments that a trial goes without: checkpoints, trackers, profilers, batches that grow."""
+"""Arguments that a trial omits: checkpoints, trackers, profilers, growing batches."""
 
 
 def trial_mode(made: Overlay, last_step: int) -> Overlay:
-    """Without checkpoints, evaluation, trackers; ``--exit-interval`` ends it and leaves the learning rate's schedule.
+    """The trial without checkpoints, evaluation and trackers; ``--exit-interval`` ends it without changing the
+    learning-rate schedule. Non-finite losses and gradients end a run, as by default, unless the command turns that off;
+    then the log counts such iterations.
 
     Losses and gradients that are not finite end a run, as by default, unless the command turns that off; then the
     count of such iterations in the log shows them.
@@ -858,7 +863,7 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
 
 
 def expected(request: OverlayRequest) -> Expected:
-    """A pipeline's forward passes cannot be counted; linear layers of Transformer Engine are not torch's."""
+    """Forward passes of a pipeline cannot be counted, and linear layers of Transformer Engine are not torch's."""
     candidate, layout = request.candidate, request.candidate.layout
     spread = layout.tp * layout.pp * (layout.dp_shard if layout.zero_stage == 3 else 1)
     return Expected(

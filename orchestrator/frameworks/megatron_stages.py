@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage of a Megatron-LM command holds, by the five ways to set that."""
+"""Number of layers in each pipeline stage of a Megatron-LM command, by the five ways to set it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _chunks(found: Found, num_layers: int, pp: int) -> int | None:
 
 
 def _padded(found: Found, num_layers: int, stages: int) -> list[int] | None:
-    """Even stages of which the first counts the embedding as a layer, the last the head."""
+    """Even stages, where the first counts the embedding as a layer, and the last the head."""
     first, last = (int(found.is_on(name)) for name in EXTRA)
     share, left = divmod(num_layers + first + last, stages)
     if left:
@@ -66,7 +66,7 @@ def _padded(found: Found, num_layers: int, stages: int) -> list[int] | None:
 
 
 def _uneven(found: Found, num_layers: int, pp: int, chunks: int) -> list[int] | None:
-    """Stages where the first or last rank holds another number of layers, spread over its chunks."""
+    """Stages whose first or last rank has a different number of layers, spread over its chunks."""
     first, last = (found.whole("layout.stage_layers", name, 0) for name in UNEVEN)
     if first is None or last is None:
         return None

@@ -93,7 +93,7 @@ DIMENSIONS = {
     "norm_eps": ("rms_norm_eps", "layernorm_epsilon"),
     "seq_length": ("seq_length",),
 }
-"""Keys of the model's section, of releases before 1.6 and since; exports have the former."""
+"""Keys of the model's section, in releases before 1.6 and since; exports use the former."""
 
 
 # The model and the data.
@@ -110,7 +110,6 @@ _FRAME = {
     "parallel.parallel_mode": 1,
     "parallel.gradients_mean": True,
     "runner_wrapper.type": "MFTrainOneStepCell",
-    "runner_wrapper.use_clip_grad": False,
     "optimizer.type": "AdamW",
     "lr_schedule.type": "ConstantWarmUpLR",
     "lr_schedule.warmup_ratio": 0.0,
@@ -122,7 +121,7 @@ _FRAME = {
     "train_dataset.drop_remainder": True,
     "train_dataset_task.type": "CausalLanguageModelDataset",
 }
-"""Settings for the runner's way to train: semi-automatic parallel graph mode, constant learning rate, no clipping."""
+"""Settings for training as in the runner: semi-automatic parallel graph mode, constant learning rate."""
 _ARCHITECTURE = {
     "model.arch.type": "LlamaForCausalLM",
     f"{MODEL}.type": "LlamaConfig",
@@ -168,7 +167,7 @@ def _write_data_parallel(builder: SettingsBuilder) -> None:
 
 
 def _split(one: Any, before: int, now: int) -> Any:
-    """How one input of the data set is split: along the batch over the data-parallel ranks."""
+    """How one input of the data set is split: along the batch, over the data-parallel ranks."""
     return [now, *one[1:]] if isinstance(one, list) and one and one[0] == before else one
 
 
@@ -189,7 +188,7 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
 
 
 def _write_embedding(builder: SettingsBuilder) -> None:
-    """Write the embedding split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
+    """With tensor parallelism, always write that the embedding is split over the vocabulary, as in the runner."""
     builder.settings[EMBEDDING] = builder.candidate.layout.tp == 1
 
 
@@ -261,7 +260,7 @@ def _read_pipeline(found: Found) -> dict[str, Any]:
 
 
 def _held(offset: Any, layers: int, pp: int, chunks: int) -> Counts | None:
-    """Layers of every chunk and stage: the whole share and what ``offset`` adds to it."""
+    """Layers of every chunk and stage: the even share plus ``offset``."""
     share = layers // (pp * chunks)
     rows = [[0] * pp] * chunks if offset in (0, None, []) else offset
     rows = rows if isinstance(rows, list) and isinstance(rows[0], list) else [rows]
@@ -315,7 +314,7 @@ PATTERNS = {
     "feed_forward_norm": "ffn_norm",
     r"feed_forward_norm\.rms_norm": r"ffn_norm\.norm",
 }
-"""Operators and modules of the runner's layers, and what MindFormers' Llama calls them."""
+"""Operators and modules of the runner's layers, with their names in MindFormers' Llama."""
 
 
 def _write_recompute(builder: SettingsBuilder) -> None:
@@ -332,7 +331,7 @@ def _write_recompute(builder: SettingsBuilder) -> None:
     if recompute.communication:
         builder.settings[COMMUNICATION] = {GATHERS: _rows(recompute.communication)}
     if not builder.is_export and recompute.full == layers_of(builder.candidate.layout, builder.workload.num_layers):
-        builder.settings[FULL] = True  # as people write it
+        builder.settings[FULL] = True  # in its usual spelling
 
 
 def _rows(counts: Counts) -> Any:
@@ -362,8 +361,8 @@ def _read_recompute(found: Found) -> dict[str, Any]:
 
 
 def _counts(configured: Any, held: Counts, found: Found) -> Counts | None:
-    """Layers per chunk and stage of true, false, numbers per stage, or lists of them per chunk; a command may
-    name more layers than there are."""
+    """Layers per chunk and stage from true, false, numbers per stage, or lists of them per chunk; a command may have
+    numbers that exceed the layers."""
     if isinstance(configured, bool):
         return all_of(held) if configured else ()
     if not isinstance(configured, list) or not configured:
@@ -382,7 +381,7 @@ def _counts(configured: Any, held: Counts, found: Found) -> Counts | None:
 
 
 def _patterns(configured: Any, held: Counts, found: Found) -> dict[str, Counts] | None:
-    """Numbers of layers by pattern; of a plain list of patterns, all layers."""
+    """Numbers of layers by pattern; for a plain list of patterns, all layers."""
     if configured in (False, None, {}, []):
         return {}
     pairs = dict.fromkeys(configured, True) if isinstance(configured, list) else configured
@@ -403,7 +402,7 @@ _DTYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf1
 
 
 def _write_precision(builder: SettingsBuilder) -> None:
-    """Write number formats: weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32, too."""
+    """Write number formats: weights and masters stay fp32; O1 also keeps norms, softmax and residuals in fp32."""
     precision = builder.candidate.precision
     if builder.is_export:
         refuse_fp8(builder)
@@ -518,6 +517,20 @@ def _read_attention(found: Found) -> dict[str, Any]:
     return {"kernels.attention": "flash" if found.is_on(FLASH) else "math"} if FLASH in found else {}
 
 
+_CLIPS, _CLIP_NORM = "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm"
+
+
+def _write_clip_norm(builder: SettingsBuilder) -> None:
+    norm = builder.workload.optimizer.clip_norm
+    builder.settings[_CLIPS] = norm > 0
+    if norm:
+        builder.settings[_CLIP_NORM] = norm
+
+
+def _read_clip_norm(found: Found) -> dict[str, Any]:
+    return {"workload.optimizer.clip_norm": float(found[_CLIP_NORM]) if found.is_on(_CLIPS) else 0.0}
+
+
 ROWS: tuple[Setting, ...] = (
     custom(
         ("workload.model.kind", "workload.model.resnet", "workload.model.linear"),
@@ -530,6 +543,7 @@ ROWS: tuple[Setting, ...] = (
     option("workload.optimizer.lr", "lr_schedule.learning_rate"),
     betas("optimizer.betas"),
     option("workload.optimizer.eps", "optimizer.eps"),
+    custom(("workload.optimizer.clip_norm",), (_CLIPS, _CLIP_NORM), _write_clip_norm, _read_clip_norm),
     weight_decay_but_norms("optimizer.weight_decay"),
     number("workload.seed", "seed"),
     custom(("workload.data",), (), _write_data),
@@ -642,12 +656,12 @@ RECIPE = Recipe(
 
 _CONFIG, _BATCH_SIZE = Argument(name="--config"), either_dash("--batch_size")
 _TASK = "train_dataset_task.dataset_config."
-"""Where the section of the data set often stands a second time, by an alias."""
+"""Place where an alias often repeats the section of the data set."""
 _WORKER_NUM, _LOCAL_WORKER_NUM = either_dash("--worker_num"), either_dash("--local_worker_num")
 
 
 def _document(edit: Edit) -> EditedFile:
-    """The YAML of a command in the making; an empty one where there is none."""
+    """The YAML of a command being edited; an empty one if there is none."""
     name = _file_name(edit.argv)
     if name is None or name not in edit.files:
         return EditedFile(edit, "")
@@ -662,7 +676,7 @@ def _file_name(argv: Words) -> str | None:
 
 
 class MindFormersSettings:
-    """Settings by dotted key: of the YAML, and the batch size, which may be an argument."""
+    """Settings by dotted key, from the YAML; the batch size may be an argument."""
 
     def __init__(self, edit: Edit) -> None:
         self._edit = edit
@@ -687,13 +701,13 @@ class MindFormersSettings:
 
 
 def _name_of(config: EditedFile, key: str) -> str:
-    """Dotted key of a dimension as the file calls it."""
+    """Dotted key of a dimension by the file's name of it."""
     found = [name for name in DIMENSIONS[key] if config.get(f"{MODEL}.{name}") is not None]
     return f"{MODEL}.{(found or DIMENSIONS[key])[0]}"
 
 
 def _model(edit: Edit, found: Found) -> LlamaModel | None:
-    """The decoder, where the model's section gives all its dimensions."""
+    """The decoder, if the model's section has all its dimensions."""
     config = _document(edit)
     if not config.exists:
         found.refuse("workload", f"no YAML found: write {SCRIPT} --config FILE as separate arguments")
@@ -749,7 +763,7 @@ def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -
 
 
 def _write_world_size(edit: Edit, request: OverlayRequest) -> None:
-    """Write msrun's number of workers; on one node that is also the number there."""
+    """Write msrun's number of workers, which on one node is also the number per node."""
     total = arguments.read_text(edit.argv, _WORKER_NUM)
     local = arguments.read_text(edit.argv, _LOCAL_WORKER_NUM)
     if total is None or "{" in total or total == str(request.world_size):
@@ -765,13 +779,13 @@ TABLE = FrameworkTable(rows=ROWS, command=MindFormersSettings, defaults=DEFAULTS
 # Trials.
 
 _MSRUN = "mindspore.parallel.cluster.run"
-"""The module that ``msrun`` is."""
+"""The module behind ``msrun``."""
 LOG_DIR, JOIN = either_dash("--log_dir"), Argument(name="--join")
 _OVERRIDES = tuple(
     either_dash(name)
     for name in ("--load_checkpoint", "--resume_training", "--auto_trans_ckpt", "--do_eval", "--profile", "--run_mode")
 )
-"""Arguments of ``run_mindformer.py`` that would speak louder than the YAML."""
+"""Arguments of ``run_mindformer.py`` that would override the YAML."""
 _OFF: dict[str, Any] = {
     "load_checkpoint": "",
     "resume_training": False,
@@ -793,7 +807,7 @@ def recognises(run: Run) -> bool:
 
 
 def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
-    """The YAML behind ``--config``."""
+    """The YAML given by ``--config``."""
     word = arguments.read_text(argv, _CONFIG)
     if not word or "{" in word or not recognises(Run(argv=argv, cwd=cwd)):
         return {}
@@ -801,8 +815,8 @@ def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
 
 
 def trial_mode(made: Overlay, last_step: int) -> Overlay:
-    """Without checkpoints, evaluation, profiles, trackers; ``runner_config.stop_step`` ends it, which leaves the
-    schedule of the learning rate. msrun's logs go to the attempt's folder."""
+    """The trial without checkpoints, evaluation, profiles and trackers; ``runner_config.stop_step`` ends it without
+    changing the learning-rate schedule. msrun's logs go into the attempt's folder."""
     edit = Edit.of_overlay(made)
     config = _document(edit)
     for argument in _OVERRIDES:
@@ -820,14 +834,14 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
 
 
 def _msrun(argv: Words) -> Words:
-    """The arguments with msrun's own, which stand before the script."""
+    """The arguments with msrun's own, which come before the script."""
     at = next(index for index, word in enumerate(argv) if SCRIPT in word or word.endswith(".py"))
     head = arguments.write(argv[:at], LOG_DIR, "{out}/msrun_log")
     return (*arguments.write(head, JOIN, "True"), *argv[at:])
 
 
 def _callbacks(configured: Any) -> list[Any]:
-    """The user's callbacks without those that save or send, with the one that prints every step."""
+    """The user's callbacks without those that save or send data, plus one that prints every step."""
     kept = [one for one in configured or [] if isinstance(one, dict) and not _saves(str(one.get("type", "")))]
     monitors = [{**one, "per_print_times": 1} for one in kept if one.get("type") == _LOSS_MONITOR]
     others = [one for one in kept if one.get("type") != _LOSS_MONITOR]

@@ -1,7 +1,7 @@
-"""ms-swift: ``swift sft`` with arguments, or a YAML or JSON in front of them that its launcher writes out as arguments.
+"""ms-swift: ``swift sft`` with arguments, or with a leading YAML or JSON file that its launcher converts to arguments.
 
-Names and defaults are those of ms-swift 4.6 (``swift/cli/main.py``, ``swift/arguments``, ``swift/trainers``).
-Activations are recomputed by default, and the default accumulation adds up to 16 samples.
+Names and defaults are those of ms-swift 4.6 (``swift/cli/main.py``, ``swift/arguments``, ``swift/trainers``). By
+default, activations are recomputed, and accumulation adds up to 16 samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TRIAL: Mapping[str, Any] = {"add_version": False, "split_dataset_ratio": 0}
 
 
 def _method(argv: Words) -> str | None:
-    """``sft`` and the like, of any way to start it; None where it is no training of ms-swift."""
+    """``sft`` and similar, for every way to start it; None if it is not an ms-swift training."""
     program = program_of(without_launcher(argv).argv)
     name = program.module or program.script or program.name
     if name == "swift" and program.arguments[:1] and program.arguments[0] in _METHODS:
@@ -54,7 +54,7 @@ def _recognises(run: Run) -> bool:
 
 
 def _plain(run: Run) -> Run:
-    """The command of one rank, a file of arguments in front written out, as the launcher of ms-swift does."""
+    """The command of one rank, with a leading file of arguments expanded, as by the launcher of ms-swift."""
     argv = without_launcher(run.argv).argv
     program, method = program_of(argv), _method(run.argv)
     words, env = program.arguments, dict(run.env)
@@ -82,7 +82,7 @@ def _written_out(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find_files(argv: Words, cwd: str) -> dict[str, str]:
-    """The file of arguments in front, and the JSON files that arguments, or it, point to."""
+    """The leading file of arguments, and the JSON files that arguments, in it or outside it, refer to."""
     argv = without_launcher(argv).argv
     program = program_of(argv)
     words = program.arguments[1:] if program.name == "swift" else program.arguments
@@ -99,7 +99,7 @@ def _read(run: Run) -> Reading:
     plain = _plain(run)
     launched = without_launcher(run.argv)
     world = launched.world_size
-    if world is None and program_of(launched.argv).name == "swift":  # which starts ranks where this is set
+    if world is None and program_of(launched.argv).name == "swift":  # with this variable it starts ranks
         world = count(plain.env.get("NPROC_PER_NODE"))
     env = {**plain.env, **({"WORLD_SIZE": str(world)} if world else {})}
     reading = TABLE.read(dataclasses.replace(plain, env=env))

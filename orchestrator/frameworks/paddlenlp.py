@@ -1,7 +1,7 @@
 """PaddleNLP: ``paddle.distributed.launch run_pretrain.py FILE.json``, or the same with arguments.
 
 Exports are the file of arguments, the model's ``config.json``, and a script that starts both. Names, defaults and rules
-are those of the sources of 2.8.1 and 3.0.0b4. PaddleFormers, which followed, has other names.
+are those of the sources of 2.8.1 and 3.0.0b4. Its successor PaddleFormers has other names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from trials.spec import Counts, Layout, LlamaModel, LossScale, SelectiveRecomput
 
 FILE, MODEL_FILE, SCRIPT = "paddlenlp.json", "model/config.json", "paddlenlp.sh"
 MODEL = "model:"
-"""Prefix of settings that go into the model's own file."""
+"""Prefix of settings for the model's own file."""
 TP, PP, CHUNKS = "tensor_parallel_degree", "pipeline_parallel_degree", "virtual_pp_degree"
 RING, ULYSSES = "context_parallel_degree", "sep_parallel_degree"
 SHARDING, SHARDS = "sharding", "sharding_parallel_degree"
@@ -61,9 +61,9 @@ FLASH, WORKERS = "use_flash_attention", "dataloader_num_workers"
 NUM_LAYERS = f"{MODEL}num_hidden_layers"
 LLAMA = "workload.model.llama"
 PATTERNS = {"core_attn": r"attention\.scaled_dot_product_attention", "full_attn": "attention"}
-"""What each granularity other than full drops, as the runner's patterns say it."""
+"""What each granularity other than full drops, as patterns of the runner."""
 OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
-"""Paddle's names of the operators that autocast's lists on both sides can name."""
+"""Paddle's names of operators that may be in the autocast lists of both sides."""
 DEFAULTS = {
     **dict.fromkeys((TP, PP, CHUNKS, RING, ULYSSES, ACCUMULATED), 1),
     BATCH: 8,
@@ -85,11 +85,10 @@ _FRAME = {
     "split": "1,0,0",
     "do_train": True,
     "max_steps": 100,
-    "max_grad_norm": 0.0,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
 }
-"""Arguments for the runner's constant learning rate, without clipping; paths are the user's to set."""
+"""Arguments for the runner's constant learning rate; the user sets the paths."""
 _ARCHITECTURE = {
     f"{MODEL}architectures": ["LlamaForCausalLM"],
     f"{MODEL}model_type": "llama",
@@ -145,7 +144,7 @@ def _cp(found: Settings) -> int:
 
 
 def _data_parallel(found: Settings) -> int:
-    """Data-parallel degree of an export: the ranks that the other degrees leave over."""
+    """Data-parallel degree of an export, from the number of ranks and the other degrees."""
     return int(found[WORLD_SIZE] // (found[TP] * found[PP] * _cp(found)))
 
 
@@ -305,7 +304,7 @@ def _read_recompute(found: Found) -> dict[str, Any]:
 
 
 def _recomputed(kept: Any, held: Counts) -> Counts | None:
-    """Layers recomputed from the first on in every chunk and stage; None where others than the last are kept."""
+    """Number of first layers recomputed in every chunk and stage; None if other layers than the last are kept."""
     layers = [int(word) for word in str(kept or "").strip("[]").replace(",", " ").split()]
     if not layers:
         return all_of(held)
@@ -413,6 +412,7 @@ ROWS: tuple[Setting, ...] = (
     option("workload.optimizer.beta1", "adam_beta1"),
     option("workload.optimizer.beta2", "adam_beta2"),
     option("workload.optimizer.eps", "adam_epsilon"),
+    option("workload.optimizer.clip_norm", "max_grad_norm", of=float),
     weight_decay_but_norms("weight_decay"),
     number("workload.seed", "seed"),
     custom(("workload.data",), (), _write_data),
@@ -526,7 +526,7 @@ _PROCESSES, _NODES, _LOG_DIR = either_dash("--nproc_per_node"), either_dash("--n
 
 
 def _script_at(argv: Words) -> int | None:
-    """Place of the training script; words before it are the launcher's."""
+    """Position of the training script; earlier words belong to the launcher."""
     return next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
 
 
@@ -544,7 +544,7 @@ def recognises(run: Run) -> bool:
 
 
 def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
-    """The file of arguments behind the script, and the model's ``config.json`` where it lies in a folder."""
+    """The file of arguments after the script, and the model's ``config.json`` if it is in a folder."""
     word, found = _first_argument(argv), dict[str, str]()
     if word.endswith(_SUFFIXES) and "{" not in word:
         found["arguments"] = str(Path(cwd, word))
@@ -567,7 +567,7 @@ def _model_folder(argv: Words, file: str | None) -> str | None:
 
 
 class PaddleArguments:
-    """Arguments by name: in a JSON file, on the command line, or both, where the latter counts."""
+    """Arguments by name: in a JSON file, on the command line, or both; the latter take precedence."""
 
     def __init__(self, edit: Edit) -> None:
         self._edit = edit
@@ -599,7 +599,7 @@ class PaddleArguments:
 
 
 def _model(edit: Edit, found: Found) -> LlamaModel | None:
-    """The decoder, from the model's own file where it lies in a folder."""
+    """The decoder, from the model's own file if it is in a folder."""
     config = EditedFile(edit, _CONFIG)
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in needed if not isinstance(config.get(key), int)]
@@ -619,7 +619,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
-    """Note what PaddleNLP itself would refuse, and write the launcher's devices."""
+    """Note what PaddleNLP itself would reject, and write the launcher's devices."""
     layout, shape = request.candidate.layout, request.reading.shape
     if layout.zero_stage > 1 and layout.pp > 1:
         edit.refuse("layout.zero_stage", "PaddleNLP supports only stage1 with pipeline stages")
@@ -638,7 +638,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_devices(edit: Edit, world_size: int) -> None:
-    """Write the launcher's devices on one node: as many as the candidate takes of those that are visible."""
+    """Write the launcher's devices on one node: as many visible ones as the candidate needs."""
     at = _script_at(edit.argv)
     if at is None or not _is_launched(edit.argv):
         return
@@ -675,9 +675,9 @@ _GONE = ("resume_from_checkpoint", "logging_dir", "push_to_hub", "load_best_mode
 
 
 def trial_mode(made: Overlay, last_step: int) -> Overlay:
-    """Without evaluation, checkpoints, trackers; ``max_steps`` ends it, and ``decay_steps`` and ``warmup_steps`` keep
-    the schedule of the learning rate that the user's own ``max_steps`` made. Logs go to the attempt's folder;
-    ``test_ci_no_save_model`` stops ``run_pretrain.py`` from saving at its end."""
+    """The trial without evaluation, checkpoints and trackers; ``max_steps`` ends it, and ``decay_steps`` and
+    ``warmup_steps`` keep the learning-rate schedule of the user's ``max_steps``. Logs go into the attempt's folder;
+    ``test_ci_no_save_model`` keeps ``run_pretrain.py`` from saving at its end."""
     edit = Edit.of_overlay(made)
     given = PaddleArguments(edit)
     total = given.get("max_steps")
@@ -708,5 +708,5 @@ TRAINING = Training(
     read=TABLE.read,
     overlay=TABLE.overlay,
     trial_mode=trial_mode,
-    expected=lambda request: Expected(world_size=request.world_size),  # Paddle is no torch: no hook looks inside
+    expected=lambda request: Expected(world_size=request.world_size),  # Paddle is not torch: there is no hook for it
 )

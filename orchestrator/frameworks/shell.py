@@ -1,17 +1,17 @@
-"""Shell scripts of exports: arguments of a script that starts one process per device, and the environment variables
-that a sweep file gives all its ranks (``cluster.env``)."""
+"""Shell scripts of exports: a script that starts one process per device, and the environment variables of all ranks
+(``cluster.env`` in the sweep file)."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, comments, custom
 
 WORLD_SIZE = "WORLD_SIZE"
-"""Setting that is no argument: the number of processes over all nodes."""
+"""A setting that is not an argument: the number of processes over all nodes."""
 
 
 def world_size() -> Setting:
@@ -26,7 +26,7 @@ def world_size() -> Setting:
 def script(builder: SettingsBuilder, *, exports: Mapping[str, str], start: str) -> str:
     """Text of the script.
 
-    ``start`` is its command; it refers to ``"${ARGS[@]}"``, and to ``NUM_NODES`` and ``PROCESSES_PER_NODE``.
+    ``start`` is its command, which uses ``"${ARGS[@]}"``, ``NUM_NODES`` and ``PROCESSES_PER_NODE``.
     """
     lines = [
         "#!/usr/bin/env bash",
@@ -59,7 +59,7 @@ def _words(value: Any) -> Iterable[str]:
 
 
 def load(text: str) -> dict[str, Any]:
-    """Arguments of a script by name: True without a value, a text with one, a list with several."""
+    """Arguments of a script by name: True without a value, text with one, a list with several."""
     found: dict[str, Any] = {}
     size = re.search(rf"^{WORLD_SIZE}=(\d+)$", text, flags=re.MULTILINE)
     if size:
@@ -72,30 +72,30 @@ def load(text: str) -> dict[str, Any]:
 
 
 VARIABLES = "variables"
-"""Name of the text in the fingerprint; absent where a sweep has none."""
+"""Name of the text in the fingerprint; missing if a sweep has no variables."""
 THREADS = "OMP_NUM_THREADS"
 _THREADS_PRINT = "threads_per_device"
 ENV_FILE = "env.sh"
-"""File of an export that sets them, where it has no script of its own that could."""
+"""File of an export that sets them, if the export has no script that could."""
 
 
 def assignments(env: Mapping[str, str]) -> str:
-    """``A=1 B='two words'``, in the order of the names."""
+    """``A=1 B='two words'``, ordered by name."""
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
 
 
 def variables_of(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a sweep with this fingerprint gave its ranks; back from :func:`assignments`."""
+    """The variables of all ranks of a sweep with this fingerprint; the inverse of :func:`assignments`."""
     pairs = (word.partition("=") for word in shlex.split(fingerprint.get(VARIABLES, "")))
     return {name: value for name, _, value in pairs}
 
 
 def with_exports(files: Mapping[str, str], fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """Files of an export, whose shell scripts set what ranks of a sweep with this fingerprint had before anything else.
+    """Files of an export, whose shell scripts first set what the ranks of a sweep with this fingerprint had.
 
-    That is the sweep's own variables, and the threads of a rank, of which torchrun gives it one otherwise: with the
-    optimiser on the host the step would take that many times as long. Where there is no script, one more file to be
-    sourced before the start sets the sweep's own.
+    These are the sweep's own variables, and the number of threads per rank, which torchrun would otherwise set to one:
+    a step with the optimiser on the host would take many times as long. Without a script, an additional file, to be
+    sourced before the start, sets the variables.
     """
     env = variables_of(fingerprint)
     scripts = {name for name, text in files.items() if text.startswith("#!")}
@@ -103,14 +103,28 @@ def with_exports(files: Mapping[str, str], fingerprint: Mapping[str, str]) -> di
         env = {THREADS: fingerprint[_THREADS_PRINT]} | env
     if not env:
         return dict(files)
-    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
     if not scripts:
+        lines = "".join(_export_lines(env))
         return {**files, ENV_FILE: f"# Environment of the measured trials; load with: . ./{ENV_FILE}\n{lines}"}
-    return {name: _after_comments(text, lines) if name in scripts else text for name, text in files.items()}
+    return {name: _with_variables(text, env) if name in scripts else text for name, text in files.items()}
+
+
+def _export_lines(env: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
+
+
+def _with_variables(script: str, env: Mapping[str, str]) -> str:
+    """The script with the variables that it does not set itself."""
+    return _after_comments(script, "".join(line for line in _export_lines(env) if not _sets(script, line)))
+
+
+def _sets(script: str, line: str) -> bool:
+    """Whether the script exports the variable of this line."""
+    return f"\n{line.partition('=')[0]}=" in script
 
 
 def _after_comments(script: str, lines: str) -> str:
-    """The script with ``lines`` behind the comments with which it begins."""
+    """The script with ``lines`` inserted after its leading comments."""
     text = script.splitlines(keepends=True)
     place = next((i for i, line in enumerate(text) if not line.startswith("#")), len(text))
     return "".join([*text[:place], lines, *text[place:]])

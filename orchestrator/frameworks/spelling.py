@@ -1,10 +1,10 @@
-"""How frameworks spell the fields of a candidate: rows that write a configuration as a framework's settings and read it
-back, nothing lost.
+"""The spelling of a candidate's fields in frameworks: rows that write a configuration as a framework's settings, and
+read it back without loss.
 
-A framework is a table of :class:`Setting` rows. Each names the fields it speaks for (dotted paths: :func:`flatten`),
-writes them as the framework's settings, and reads them back. What a framework cannot express becomes a :class:`Note`.
-Two things ensure this: a test that every field has a row in every framework, and :func:`audited`, which reads every
-export back and adds a note wherever it differs from the request.
+A framework is a table of :class:`Setting` rows. Each names the fields it covers (dotted paths: :func:`flatten`), writes
+them as the framework's settings, and reads them back. What a framework cannot express becomes a :class:`Note`. A test
+ensures that every field has a row in every framework, and :func:`audited` reads every export back and adds a note for
+each difference from the request.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ WORKLOAD = "workload"
 def flatten(candidate: Candidate, workload: Workload) -> dict[str, Any]:
     """Value by path: ``layout.tp``, ``precision.loss_scale.initial``, ``workload.model.llama.hidden_size``.
 
-    Where a field has several types its path ends in the type's kind, which is a value itself: ``workload.model.kind``.
-    A part that is absent, like the loss scale of bfloat16, has no paths.
+    The path of a field with several types ends in the kind of the type, which also has a value of its own:
+    ``workload.model.kind``. A missing part, such as the loss scale of bfloat16, has no paths.
     """
     return {**_flatten("", candidate), **_flatten(WORKLOAD, workload)}
 
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Value by path of a candidate with all fields at their defaults."""
+    """Value by path of a candidate with default fields."""
     return types.MappingProxyType(_flatten("", Candidate()))
 
 
 def candidate_of(values: Mapping[str, Any]) -> Candidate:
-    """The candidate of these values; other paths keep their defaults."""
+    """The candidate with these values; other paths have their defaults."""
     candidate: Candidate = _build("", Candidate, values)
     return candidate
 
@@ -53,14 +53,14 @@ def join(prefix: str, name: str) -> str:
 
 @functools.cache
 def alternatives(hint: Any) -> tuple[type, ...]:
-    """The dataclasses a field may hold."""
+    """The dataclasses that a field may contain."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return tuple(option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type))
 
 
 @functools.cache
 def field_types(cls: Any) -> dict[str, Any]:
-    """Type of every field, class variables left out."""
+    """Type of every field, without class variables."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -80,7 +80,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def _build(prefix: str, cls: type, values: Mapping[str, Any]) -> Any:
-    """Build ``cls`` from the values below ``prefix``; each field of a candidate has one type only."""
+    """Build ``cls`` from the values below ``prefix``; each field of a candidate has only one type."""
     given: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
         path, options = join(prefix, name), alternatives(hint)
@@ -98,7 +98,7 @@ Severity = Literal["warning", "error"]
 class Note:
     """Fields at or below the path ``knob`` that the framework cannot express.
 
-    An error changes what is trained or how; a warning says what was approximated, or left to the framework.
+    An error means that the training would change; a warning, that something was approximated or left to the framework.
     """
 
     knob: str
@@ -131,7 +131,7 @@ class Parsed:
 
 
 class CommandSettings(Protocol):
-    """What a command gives, by the names of a framework's settings."""
+    """What a command contains, by the names of a framework's settings."""
 
     def get(self, name: str, /, default: Any = None) -> Any: ...
 
@@ -142,7 +142,7 @@ class CommandSettings(Protocol):
 
 @dataclass(slots=True)
 class SettingsBuilder:
-    """Settings in the making: an export's files, or what an overlay changes in a command."""
+    """Settings being written: an export's files, or the changes of an overlay to a command."""
 
     candidate: Candidate
     workload: Workload
@@ -152,7 +152,7 @@ class SettingsBuilder:
     command: CommandSettings | None = None
     """The command that an overlay changes; None for an export."""
     changed: Callable[[str], bool] = lambda path: True  # noqa: ARG005
-    """Whether the field at a path differs from what the command has; all of an export do."""
+    """Whether the field at a path differs from the command's; always true for an export."""
     dropped: list[str] = field(default_factory=list)
 
     @property
@@ -164,7 +164,7 @@ class SettingsBuilder:
         return self.command.get(name) if self.command is not None else None
 
     def drop(self, *names: str) -> None:
-        """Settings that the command must not have."""
+        """Settings that must not be in the command."""
         self.dropped += names
 
     def warn(self, knob: str, message: str) -> None:
@@ -184,8 +184,8 @@ _MISSING = object()
 
 
 class Found(Mapping[str, Any]):
-    """Settings of an export's files or of a command while rows read them: values by the framework's names, its defaults
-    included; and what was read so far."""
+    """Settings of an export's files or of a command while rows read them: values by the framework's names, including
+    its defaults, and what was read so far."""
 
     def __init__(
         self, given: Mapping[str, Any] | CommandSettings, defaults: Settings = _NO_DEFAULTS, *, is_export: bool
@@ -214,7 +214,7 @@ class Found(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Add values by path; one of None could not be understood and is left out."""
+        """Add values by path; a value of None could not be understood and is omitted."""
         self.fields |= {path: value for path, value in values.items() if value is not None}
 
     def is_on(self, name: str) -> bool:
@@ -222,11 +222,11 @@ class Found(Mapping[str, Any]):
         return value if isinstance(value, bool) else str(value).lower() in ("true", "1", "yes", "y", "t")
 
     def whole(self, knob: str, name: str, default: int | None = None) -> int | None:
-        """A whole number; None for a placeholder, or what is none, which is noted."""
+        """A whole number; None for a placeholder, or for a non-number, which is noted."""
         return self.number(knob, name, self.get(name), default)
 
     def number(self, knob: str, name: str, value: Any, default: int | None = None) -> int | None:
-        """The same of a value that the note calls ``name``."""
+        """The same for a value that the note calls ``name``."""
         if value is None or value == "":
             return default
         try:
@@ -237,7 +237,7 @@ class Found(Mapping[str, Any]):
             return None
 
     def unread(self, knob: str, what: str) -> None:
-        """``what`` was not understood: the field keeps what the command has."""
+        """Note that ``what`` was not understood: the field keeps the command's value."""
         self.warn(knob, f"not recognized, unchanged: {what}")
 
     def warn(self, knob: str, message: str) -> None:
@@ -249,16 +249,16 @@ class Found(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A row of a framework's table: how it spells some fields. ``names`` are all settings that ``write`` may set."""
+    """A row of a framework's table: the spelling of some fields. ``names`` are all settings that ``write`` may set."""
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
     write: Callable[[SettingsBuilder], None]
     read: Callable[[Found], Mapping[str, Any]]
     overlay: Literal["none", "read", "written"] = "none"
-    """Whether overlays read and write the row, too, or only read it; ``none``: it is for exports alone."""
+    """Whether overlays also read and write the row, or only read it; ``none``: it is only for exports."""
     matters: Callable[[Candidate], bool] = lambda candidate: True  # noqa: ARG005
-    """Whether the fields mean something; where not, an overlay leaves them as they are."""
+    """Whether the fields have a meaning; if not, an overlay leaves them unchanged."""
 
 
 def row(
@@ -268,7 +268,7 @@ def row(
     read: Callable[[Found], Mapping[str, Any]],
     **options: Any,
 ) -> Setting:
-    """Fields as exports and overlays both spell them."""
+    """Fields with the same spelling in exports and overlays."""
     return Setting(
         paths=(paths,) if isinstance(paths, str) else tuple(paths),
         names=(names,) if isinstance(names, str) else tuple(names),
@@ -297,9 +297,9 @@ def switch(path: str, name: str, **options: Any) -> Setting:
 
 
 def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: value, of: Any = None) -> Setting:
-    """One field, one setting: ``to`` makes the framework's value, ``of`` makes ours again.
+    """One field, one setting: ``to`` converts to the framework's value, ``of`` back to ours.
 
-    A field without a value here (of an absent part) writes nothing.
+    A field without a value here (of a missing part) writes nothing.
     """
 
     def write(builder: SettingsBuilder) -> None:
@@ -313,7 +313,7 @@ def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: val
 
 
 def fixed(name: str, value: Any) -> Setting:
-    """A setting that every export needs: the runner always works so, and the framework's default differs."""
+    """A setting that every export needs, because the framework's default differs from what the runner always does."""
 
     def write(builder: SettingsBuilder) -> None:
         builder.settings[name] = value
@@ -324,10 +324,10 @@ def fixed(name: str, value: Any) -> Setting:
 def lacking(
     path: str, message: str, *, means: Any = None, severity: Severity = "warning", in_overlays: bool = False
 ) -> Setting:
-    """A field, or a part with all its fields, that the framework has no setting for.
+    """A field, or a part with all its fields, that has no setting in the framework.
 
-    The framework always does ``means`` (by default our default, or nothing for an optional part); anything else is
-    noted. ``in_overlays``: readings of commands contain it, too.
+    The framework always does ``means`` (by default our default, or nothing for an optional part); any other value is
+    noted. ``in_overlays``: readings of commands contain it as well.
     """
     only = defaults().get(path) if means is None else means
 
@@ -363,7 +363,7 @@ def _refuse_scripts(builder: SettingsBuilder) -> None:
 
 
 SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _refuse_scripts)
-"""Setting of every recipe: a user's program is not written again for any framework."""
+"""Setting of every recipe: a custom program cannot be rewritten for a framework."""
 
 
 def _name_code(builder: SettingsBuilder) -> None:
@@ -378,12 +378,12 @@ def _name_code(builder: SettingsBuilder) -> None:
 
 
 MODULES = custom(("workload.model.python", "workload.model.huggingface", "workload.data.python"), (), _name_code)
-"""Setting of every recipe: the code of a module of the user's has to be there."""
+"""Setting of every recipe: the code of a custom module must be available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One framework's format: ``render`` writes the files of a finished draft, ``load`` reads them."""
+    """The format of one framework: ``render`` writes the files of a finished draft, ``load`` reads them."""
 
     name: str
     """Name of the format, for ``--format``."""
@@ -394,14 +394,14 @@ class Recipe:
     load: Callable[[Mapping[str, str]], Settings]
     command: Callable[[SettingsBuilder], str]
     defaults: Settings = field(default_factory=dict)
-    """What the framework does without a setting."""
+    """The framework's behaviour without a setting."""
 
     @property
     def all_settings(self) -> tuple[Setting, ...]:
         return (*self.settings, SCRIPTS, MODULES)
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
-        """Files and command for one configuration, with notes on settings they do not express."""
+        """Files and command for one configuration, with notes on what they do not express."""
         builder = SettingsBuilder(candidate, workload, flatten(candidate, workload))
         for setting in self.all_settings:
             setting.write(builder)
@@ -410,7 +410,7 @@ class Recipe:
         )
 
     def parse(self, files: Mapping[str, str]) -> Parsed:
-        """Read files back that :meth:`export` made."""
+        """Read the files of an :meth:`export` back."""
         found = Found(self.load(files), self.defaults, is_export=True)
         for setting in self.settings:
             found.fields |= setting.read(found)
@@ -418,7 +418,7 @@ class Recipe:
 
 
 def audited(recipe: Recipe, candidate: Candidate, workload: Workload) -> Export:
-    """The export, with an error for every field that reading it back does not give and that no note speaks of."""
+    """The export, with an error for every field that is lost when it is read back and that no note mentions."""
     export = recipe.export(candidate, workload)
     parsed = recipe.parse(export.files).values
     extra = [
@@ -430,11 +430,11 @@ def audited(recipe: Recipe, candidate: Candidate, workload: Workload) -> Export:
 
 
 ABSENT = "nothing"
-"""Value of a path that one side does not have, in messages."""
+"""Value, in messages, of a path that only one side has."""
 
 
 def differences(requested: Mapping[str, Any], parsed_values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What was requested and what was written instead, by path; a candidate's field that is not set is the default."""
+    """What was requested and what was written instead, by path; a missing field of a candidate has its default."""
     known = {**defaults(), **parsed_values}
     return {
         path: (requested.get(path, ABSENT), known.get(path, ABSENT))
@@ -448,12 +448,12 @@ def _difference(requested: Any, parsed_values: Any) -> str:
 
 
 def comments(notes: Iterable[Note], mark: str = "#") -> list[str]:
-    """Notes as comment lines at the head of a file."""
+    """Notes as comment lines at the start of a file."""
     return [f"{mark} {' '.join(str(note).split())}" for note in notes]
 
 
 def tree(settings: Settings, file: str) -> dict[str, Any]:
-    """The nested mapping that goes into ``file``."""
+    """The nested mapping for ``file``."""
     root: dict[str, Any] = {}
     for name, value in settings.items():
         owner, _, path = name.partition(":")
@@ -467,7 +467,7 @@ def tree(settings: Settings, file: str) -> dict[str, Any]:
 
 
 def settings_of(file: str, content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by name of a nested mapping read from ``file``: the inverse of :func:`tree`."""
+    """Settings by name from a nested mapping read from ``file``: the inverse of :func:`tree`."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         path = f"{prefix}.{key}" if prefix else key

@@ -1,4 +1,4 @@
-"""The recipe of the built-in runner under plain torchrun: the specification of one trial, in which nothing is lost."""
+"""The recipe of the built-in runner under plain torchrun: the specification of one trial, without loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TOOLS = tuple(
     for family in reversed(list(FAMILIES.values()))
     if family.query_tool
 )
-"""Lines that find the kind of device by the tools that are there; the last one that is there counts."""
+"""Lines that detect the kind of device by the available tools; the last available one counts."""
 
 
 def _write(builder: SettingsBuilder) -> None:

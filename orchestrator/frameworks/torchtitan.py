@@ -1,8 +1,8 @@
 """torchtitan 0.3: ``python -m torchtitan.train --module M --config F --section.key value``; an export is such a module.
 
 Names, defaults and rules are those of release 0.3.0 (``config/configs.py``, ``trainer.py``, ``distributed/fsdp.py``,
-``distributed/pipeline_parallel.py``, ``distributed/compile.py``). It always works on FSDP2, trains language models with
-FlexAttention, and computes in bfloat16 or fp32. Before it, configurations were TOML; after it, batches are counted in
+``distributed/pipeline_parallel.py``, ``distributed/compile.py``). It always uses FSDP2, trains language models with
+FlexAttention, and computes in bfloat16 or fp32. Earlier releases have TOML configurations; later ones count batches in
 tokens under other names.
 """
 
@@ -106,11 +106,11 @@ DEFAULTS: Mapping[str, Any] = {
     ACTIVATION_CHECKPOINT: "selective",
     MODEL: UNKNOWN,
 }
-"""Defaults of release 0.3.0, for what is read here."""
+"""Defaults of release 0.3.0 for the settings that are read."""
 
 
 def _whole(found: Found, knob: str, name: str) -> int | None:
-    """A whole number; None where it is not known."""
+    """A whole number; None if unknown."""
     return None if found.get(name) in (UNKNOWN, "None") else found.whole(knob, name)
 
 
@@ -146,7 +146,7 @@ def _write_seed(builder: SettingsBuilder) -> None:
 
 
 def _note_unread(found: Found) -> dict[str, Any]:
-    """Note settings of commands that stay as they are and that no field describes."""
+    """Note settings of commands that stay unchanged and that no field describes."""
     if found.get("parallelism.expert_parallel_degree") not in (1, "1", UNKNOWN):
         found.unread("layout", "--parallelism.expert_parallel_degree")
     if found.get("training.enable_cpu_offload") is True:
@@ -307,7 +307,7 @@ def _write_reduction(builder: SettingsBuilder) -> None:
 
 
 def _reduction(pp: int, dp_shard: int) -> Literal["each", "last"]:
-    """When torchtitan reduces gradients: its loop never puts that off, torch's pipelines always do."""
+    """When torchtitan reduces gradients: its loop never postpones it, torch's pipelines always do."""
     return "last" if pp > 1 and dp_shard > 1 else "each"
 
 
@@ -381,7 +381,7 @@ def _names(part: Any) -> list[str]:
 
 
 def _write_batch(builder: SettingsBuilder) -> None:
-    """Write the batch: a rank's is one micro-batch, in a pipeline all those of a step."""
+    """Write the batch: a rank's batch is one micro-batch, or in a pipeline all micro-batches of a step."""
     layout, micro, number = builder.candidate.layout, builder.candidate.micro_batch_size, num_microbatches(builder)
     if builder.current(PP) == UNKNOWN:
         builder.settings[PP] = layout.pp
@@ -393,7 +393,7 @@ def _write_batch(builder: SettingsBuilder) -> None:
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
-    """Read the global batch, or the micro-batches in a step where it is one batch of each rank."""
+    """Read the global batch, or the number of micro-batches per step if it is one batch of each rank."""
     knob, pp = "micro_batch_size", found.fields.get("layout.pp")
     local, total = _whole(found, knob, LOCAL), _whole(found, knob, GLOBAL)
     micro = local if pp == 1 else _whole(found, knob, MICRO)
@@ -427,6 +427,14 @@ def _read_recompute(found: Found) -> dict[str, Any]:
     return {}
 
 
+_NO_CLIPPING = 1e30
+"""Gradient norm that is never reached: torchtitan always clips."""
+
+
+def _read_clip_norm(norm: Any) -> float:
+    return 0.0 if norm >= _NO_CLIPPING else float(norm)
+
+
 ROWS: tuple[Setting, ...] = (
     custom(
         ("workload.model.kind", "workload.seq_length", "workload.model.resnet", "workload.model.linear"),
@@ -450,7 +458,7 @@ ROWS: tuple[Setting, ...] = (
         _read_precision,
     ),
     unable("precision.white", "precision.black", message="no autocast, so no operator lists"),
-    fixed("training.max_norm", 1e30),
+    option(f"{OPTIMIZER}.clip_norm", "training.max_norm", to=lambda norm: norm or _NO_CLIPPING, of=_read_clip_norm),
     fixed("training.disable_cuda_graphs", True),
     row(("kernels.compile", "kernels.backend"), (COMPILE, COMPONENTS, COMPILER), _write_compile, _read_compile),
     lacking(
@@ -556,7 +564,7 @@ RECIPE = Recipe(
 CONFIG = "titan_config"
 """Name of the configuration function's file among a run's files."""
 BASE = "titan_base"
-"""Name of the file whose functions it starts from."""
+"""Name of the file with the functions that it is based on."""
 _MODULE, _FUNCTION = Argument(name="--module"), Argument(name="--config")
 _OLD = either_dash("--job.config_file", aliases=("--job.config-file",))
 _OFF: dict[str, Any] = {
@@ -579,11 +587,11 @@ _LLAMA3 = {
     "70B": (8192, 80, 64, 8, 28672),
     "405B": (16384, 126, 128, 8, 53248),
 }
-"""Hidden size, layers, heads, key-value heads, width of the feed-forward part of ``torchtitan.models.llama3``."""
+"""Hidden size, layers, heads, key-value heads and feed-forward width of ``torchtitan.models.llama3``."""
 
 
 def _argument(name: str) -> Argument:
-    """How a setting is spelled as an argument; a truth value has a name of its own for no."""
+    """The spelling of a setting as an argument; a truth value has a separate name for false."""
     if name not in _FLAGS:
         return either_dash(f"--{name}", "list" if name == PARTS else "value")
     section, _, key = name.rpartition(".")
@@ -591,8 +599,7 @@ def _argument(name: str) -> Argument:
 
 
 class TitanArguments:
-    """Settings of an edit by name: arguments, which count more than what the configuration function sets, and its
-    defaults."""
+    """Settings of an edit by name: arguments, which override those of the configuration function, and its defaults."""
 
     def __init__(self, edit: Edit) -> None:
         self._edit = edit
@@ -600,11 +607,11 @@ class TitanArguments:
         text = edit.files.get(CONFIG)
         base = edit.files.get(BASE, "")
         self.config = settings_of(text, function, base) if text is not None and function else None
-        """What the configuration function sets; None where it could not be read."""
+        """The settings of the configuration function; None if it could not be read."""
 
     @property
     def _at(self) -> int:
-        """Where tyro's subcommand begins, behind which options belong to it."""
+        """Position of tyro's subcommand, which later options belong to."""
         found = (index for index, word in enumerate(self._edit.argv) if _is_policy(word))
         return next(found, len(self._edit.argv))
 
@@ -613,7 +620,7 @@ class TitanArguments:
         return self._edit.argv[: self._at]
 
     def get(self, name: str, /, default: Any = None) -> Any:
-        """The value that counts; :data:`UNKNOWN` where the function computes it, or could not be read."""
+        """The effective value; :data:`UNKNOWN` if the function computes it, or could not be read."""
         if name == ACTIVATION_CHECKPOINT and self._at < len(self._edit.argv):
             return self._edit.argv[self._at].partition(":")[2]
         given = arguments.read(self.options, _argument(name)) if name not in (ACTIVATION_CHECKPOINT, MODEL) else None
@@ -640,7 +647,7 @@ class TitanArguments:
         self._edit.argv = (*kept, *self._edit.argv[self._at :])
 
     def _put_policy(self, policy: str) -> None:
-        """Name the policy of activation checkpointing; options of another one go with it."""
+        """Set the policy of activation checkpointing, and remove options of another policy."""
         if self._at == len(self._edit.argv) or self.get(ACTIVATION_CHECKPOINT) != policy:
             self._edit.argv = (*self.options, f"activation-checkpoint:{policy}")
 
@@ -656,7 +663,7 @@ def recognises(run: Run) -> bool:
 
 
 def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
-    """The file of the configuration function, where it can be found."""
+    """The file of the configuration function, if it can be found."""
     module = arguments.read_text(argv, _MODULE)
     python = argv[0] if argv else "python"
     path = find(module, cwd, python) if module and "{" not in module else None
@@ -665,7 +672,7 @@ def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
 
 
 def _model(edit: Edit, found: Found) -> LlamaModel | None:
-    """The decoder, where the command names one of torchtitan's own."""
+    """The decoder, if the command uses one of torchtitan's own."""
     given = TitanArguments(edit)
     if is_specified(edit.argv, _OLD):
         found.refuse(
@@ -691,7 +698,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
-    """Note what torchtitan itself would refuse."""
+    """Note what torchtitan itself would reject."""
     layout, shape, length = request.candidate.layout, request.reading.shape, request.reading.seq_length
     given = TitanArguments(edit)
     is_piped = any(
@@ -728,8 +735,8 @@ TABLE = FrameworkTable(
 
 
 def trial_mode(made: Overlay, last_step: int) -> Overlay:
-    """Without checkpoints, validation, trackers, profiles; ``training.steps`` ends it, and ``lr_scheduler.total_steps``
-    keeps the schedule that the command's number of steps made."""
+    """The trial without checkpoints, validation, trackers and profiles; ``training.steps`` ends it, and
+    ``lr_scheduler.total_steps`` keeps the schedule of the command's number of steps."""
     edit = Edit.of_overlay(made)
     given = TitanArguments(edit)
     steps = arguments.read_text(given.options, either_dash("--training.steps"))

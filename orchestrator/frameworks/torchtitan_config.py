@@ -1,9 +1,9 @@
-"""torchtitan's configuration as Python text: the module that an export writes, and functions of a user's module, which
-are read without being run.
+"""torchtitan's configuration as Python text: writes the module of an export, and reads functions of a user's module
+without running them.
 
-Since torchtitan 0.3 a configuration is a Python function that returns a ``Trainer.Config``; the command line names the
-module and the function. Understood are calls of ``*.Config`` constructors with literals, functions of the same file
-that they start from, and assignments like ``config.training.steps = 10``; a value that is computed stays unknown.
+Since torchtitan 0.3, a configuration is a Python function that returns a ``Trainer.Config``; the command line names
+module and function. Supported are calls of ``*.Config`` constructors with literals, functions of the same file that
+they are based on, and assignments like ``config.training.steps = 10``. Computed values are unknown.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ def module_text(settings: Mapping[str, Any], comments: Iterable[str], command: s
 
 
 def module_settings(text: str) -> dict[str, Any]:
-    """The settings of a module that :func:`module_text` made, whatever values were changed in it since.
+    """The settings of a module from :func:`module_text`, also if values were changed in it.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: it does not have that form.
     """
     try:
         config = _config(ast.parse(text))
@@ -163,15 +163,15 @@ def _read_part(part: str, value: ast.expr) -> dict[str, Any]:
 UNKNOWN = "unknown"
 """A value that is computed, or set conditionally."""
 ELSEWHERE = "*"
-"""Name in settings that start from a function of another file: what they do not set is unknown, not the default."""
+"""Entry in settings that are based on a function of another file: settings that they lack are unknown, not default."""
 MODEL = "model_spec"
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory-budget"}
 _MAX_BYTES = 1 << 20
 
 
 def find(module: str, cwd: str, python: str) -> str | None:
-    """Absolute path of the file with the functions of ``--module``: below ``cwd``, or where the program's Python has
-    torchtitan."""
+    """Absolute path of the file with the functions of ``--module``: below ``cwd``, or in the torchtitan of the
+    program's Python."""
     short = "." not in module and Path(module).name == module
     names = [f"{module}.config_registry", module]
     if short:
@@ -185,7 +185,7 @@ def find(module: str, cwd: str, python: str) -> str | None:
 
 
 def _site_packages(cwd: str, python: str) -> list[Path]:
-    """Folders of packages of that interpreter, and of ours."""
+    """Package folders of that interpreter, and of ours."""
     found = shutil.which(python, path=None) if "/" not in python else str(Path(cwd, python))
     folders = sorted(Path(found).parent.parent.glob("lib/python3*/site-packages")) if found else []
     ours = importlib.util.find_spec("torchtitan")
@@ -193,8 +193,8 @@ def _site_packages(cwd: str, python: str) -> list[Path]:
 
 
 def settings_of(text: str, function: str, base: str = "") -> Mapping[str, Any] | None:
-    """Value by dotted name of what a function of this text sets, which may start from functions of the text ``base``;
-    None if unknown."""
+    """Settings by dotted name of a function in this text, which may be based on functions of the text ``base``; None if
+    unknown."""
     try:
         nodes = [*ast.parse(base).body, *ast.parse(text).body]
     except SyntaxError:
@@ -204,7 +204,7 @@ def settings_of(text: str, function: str, base: str = "") -> Mapping[str, Any] |
 
 
 def base_of(path: str, cwd: str, python: str) -> str | None:
-    """Absolute path of the registry whose functions a file imports to start from; None where it imports none."""
+    """Absolute path of the registry whose functions a file imports as a base; None without one."""
     try:
         nodes = ast.parse(read_regular(Path(path))).body
     except (OSError, SyntaxError, UnicodeDecodeError):
@@ -284,7 +284,7 @@ def _assign_part(made: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _forget(statement: ast.stmt, variables: dict[str, Any]) -> None:
-    """Make everything unknown that a branch or loop assigns."""
+    """Mark everything that a branch or loop assigns as unknown."""
     for node in ast.walk(statement):
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []

@@ -1,8 +1,9 @@
 """Programs on the Trainer of transformers and on Accelerate: their arguments, from words, from a YAML or JSON file, or
-from both; the variables of ``accelerate launch``; and the engine (DDP, DeepSpeed, FSDP) that both select.
+both; the variables of ``accelerate launch``; and the engine (DDP, DeepSpeed, FSDP) that both select.
 
-Names and defaults of the launcher are those of Accelerate 1.15 (``commands/launch.py``, ``utils/launch.py``). It starts
-one process only where there is no accelerator, and several that never meet with FSDP; so we start the ranks ourselves.
+Names and defaults of the launcher are those of Accelerate 1.15 (``commands/launch.py``, ``utils/launch.py``). Without
+an accelerator it starts only one process, and with FSDP several that never rendezvous, so tune-cluster starts the ranks
+itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from orchestrator.frameworks.launchers import Launched, program_of, without_laun
 from orchestrator.frameworks.spelling import Note
 
 ARGS, DEEPSPEED, FSDP = "args", "deepspeed", "fsdp_config"
-"""Placeholders of the file of arguments, and of the configuration files that arguments point to."""
+"""Placeholders of the file of arguments, and of the configuration files that arguments refer to."""
 SWITCHES = frozenset(
     [
         "activation_checkpointing",
@@ -53,7 +54,7 @@ SWITCHES = frozenset(
         "pure_bf16",
     ]
 )
-"""Arguments that are true or false."""
+"""Boolean arguments."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -62,12 +63,12 @@ class Dialect:
     """How the arguments of a framework on the Trainer differ from the Trainer's own."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of arguments that are not given, where they are not the Trainer's; None: not known."""
+    """Values of missing arguments that differ from the Trainer's; None: unknown."""
     overrides: Literal["argument", "assignment"] = "argument"
-    """Spelling of arguments given in addition to a file of arguments: ``--lr 1``, or ``lr=1`` as in OmegaConf."""
+    """Spelling of arguments outside a file of arguments: ``--lr 1``, or ``lr=1`` as in OmegaConf."""
     attention: tuple[str, Mapping[str, str]] | None = None
-    """Name of the argument that chooses the attention, and our names of its values; the first that we know is written.
-    None where programs have such an argument or not, as transformers' examples."""
+    """Name of the argument for the attention kernel, and our names of its values; the first known one is written. None
+    if only some programs have such an argument, like transformers' examples."""
     recompute: str = "gradient_checkpointing"
     """Name of the argument for recomputing activations."""
     presets: bool = False
@@ -75,7 +76,7 @@ class Dialect:
 
 
 class FileSection:
-    """The part below a key of a configuration file; the whole of it below no key."""
+    """The part of a configuration file below a key; all of it without a key."""
 
     def __init__(self, document: EditedFile, key: str = "") -> None:
         self._document = document
@@ -92,7 +93,7 @@ class FileSection:
 
 
 class TrainerArguments:
-    """Settings of a command in the making by name: the Trainer's arguments, and those of the engine."""
+    """Settings of a command being edited, by name: the Trainer's arguments, and those of the engine."""
 
     def __init__(self, edit: Edit, dialect: Dialect) -> None:
         self.edit = edit
@@ -107,8 +108,8 @@ class TrainerArguments:
             self._place(name)
 
     def _place(self, name: str) -> None:
-        """Give a configuration written in place of a path a file of its own; one that a file of arguments points to
-        is put in the path's place, because no copy of another file can be named there."""
+        """Give an inline configuration a file of its own, in place of its path. One referred to by a file of arguments
+        is put inline instead of its path, because a copy cannot be named there."""
         given = self.current(name)
         if not isinstance(given, str):
             return
@@ -119,7 +120,7 @@ class TrainerArguments:
         elif not is_in_command and name in self.edit.files and PurePath(given).name == self.edit.names.get(name):
             self._document.put({name: documents.load(self.edit.files[name], given)})
 
-    # ---- where they stand ----
+    # ---- places of arguments ----
 
     @property
     def words(self) -> Words:
@@ -132,12 +133,12 @@ class TrainerArguments:
     # ---- reading ----
 
     def current(self, name: str) -> Any:
-        """An argument as it is given, or :data:`ABSENT`."""
+        """An argument as given, or :data:`ABSENT`."""
         configured = read(self.words, self._argument(name))
         return self._document.get(name, ABSENT) if configured is None else configured
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A setting as it is given; ``default`` where it is not."""
+        """A setting as given; ``default`` if missing."""
         if is_of_engine(name):
             return self.engine.get(name, default)
         given = self.current(name)
@@ -147,7 +148,7 @@ class TrainerArguments:
         return truth(self.get(name)) is True
 
     def section(self, name: str) -> FileSection | None:
-        """The mapping that an argument gives, in the file of arguments or one of its own; None where there is none."""
+        """The mapping of an argument, in the file of arguments or in a separate one; None if there is none."""
         given = self.current(name)
         if isinstance(given, Mapping):
             return FileSection(self._document, name)
@@ -157,7 +158,7 @@ class TrainerArguments:
     # ---- writing ----
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Give arguments values where they are given now; a new one goes into the file, or behind the words."""
+        """Set arguments where they are given now; new ones go into the file, or after the words."""
         for name, value in values.items():
             argument = self._argument(name)
             if is_of_engine(name):
@@ -171,7 +172,7 @@ class TrainerArguments:
                 self.words = write(self.words, argument, text.lower() if isinstance(value, bool) else text)
 
     def make_section(self, name: str, content: Mapping[str, Any], placeholder: str) -> None:
-        """Give an argument a mapping: in the file of arguments, or in a file of its own under ``placeholder``."""
+        """Set an argument to a mapping: in the file of arguments, or in a separate file under ``placeholder``."""
         if self._is_in_file(name):
             self._document.put({name: dict(content)})
             return
@@ -180,13 +181,13 @@ class TrainerArguments:
         self.put({name: f"{{{placeholder}}}"})
 
     def drop(self, *names: str) -> None:
-        """Take arguments away."""
+        """Remove arguments."""
         self.words = remove(self.words, *(self._argument(name) for name in names))
         self._document.drop(*names)
 
     def _is_in_file(self, name: str) -> bool:
-        """Whether the file of arguments says an argument, or is to say it: a program that takes a file alone takes no
-        words beside it."""
+        """Whether an argument is in the file of arguments, or belongs there: a program with only a file takes no
+        further words."""
         if self.file is None or read(self.words, self._argument(name)) is not None:
             return False
         is_alone = len(self.words) == 1 or self.dialect.overrides == "assignment"
@@ -201,7 +202,7 @@ class TrainerArguments:
 
 
 def file_words(words: Words) -> Words:
-    """Words that name a file of arguments: one alone, the first before assignments, that of ``--config``."""
+    """Words that name a file of arguments: a single word, the first one before assignments, that of ``--config``."""
     config = read(words, Argument(name="--config"))
     if isinstance(config, str) and config:
         return (config,)
@@ -212,7 +213,7 @@ def file_words(words: Words) -> Words:
 
 
 def find_files(argv: Words, cwd: str, *, names: Iterable[str] = (DEEPSPEED, FSDP)) -> dict[str, str]:
-    """Path by placeholder of the file of arguments, and of the files that arguments in it or beside it point to."""
+    """Path by placeholder of the file of arguments, and of the files that arguments in it or outside it refer to."""
     words, found = program_of(argv).arguments, {}
     content: Any = {}
     for word in file_words(words):
@@ -229,12 +230,12 @@ def find_files(argv: Words, cwd: str, *, names: Iterable[str] = (DEEPSPEED, FSDP
 
 
 def _placeholder(word: str) -> str:
-    """The name in ``{name}``; the word itself otherwise."""
+    """The name in ``{name}``; otherwise the word itself."""
     return word[1:-1] if word.startswith("{") and word.endswith("}") and word[1:-1].isidentifier() else word
 
 
 def truth(given: Any) -> bool | None:
-    """Truth of a value from words or from a file; None where it is none."""
+    """Truth of a value from words or a file; None if it has none."""
     return None if given is None else as_truth(given if isinstance(given, bool) else str(given))
 
 
@@ -255,10 +256,11 @@ _NEW: Mapping[str, Any] = {
 }
 """A DeepSpeed configuration that leaves everything but ZeRO to the Trainer's arguments."""
 ENGINE, STAGE = "engine:kind", "engine:stage"
-"""Settings of the engine: ``ddp``, ``deepspeed`` or ``fsdp``; ZeRO's stage, which selects another one where it has to.
-Others are ``deepspeed:KEY`` of its configuration, ``fsdp:KEY``, and ``env:NAME`` of the launcher's variables."""
+"""Settings of the engine: ``ddp``, ``deepspeed`` or ``fsdp``, and ZeRO's stage, which selects another engine if
+necessary. Others are ``deepspeed:KEY`` of its configuration, ``fsdp:KEY``, and ``env:NAME`` of the launcher's
+variables."""
 CONFIGURATION, RANKS = "engine:configuration", "engine:ranks"
-"""Settings that are only read: DeepSpeed's :class:`FileSection`, where it is the engine; the ranks that are started."""
+"""Read-only settings: DeepSpeed's :class:`FileSection`, if it is the engine, and the number of started ranks."""
 
 
 def is_of_engine(name: str) -> bool:
@@ -266,7 +268,7 @@ def is_of_engine(name: str) -> bool:
 
 
 class ShardingEngine:
-    """The engine of a command in the making; ``arguments`` are the Trainer's, if the program has them."""
+    """The engine of a command being edited; ``arguments`` are the Trainer's, if the program has them."""
 
     def __init__(self, edit: Edit, arguments: TrainerArguments | None) -> None:
         self.edit = edit
@@ -275,7 +277,7 @@ class ShardingEngine:
     # ---- by name of setting ----
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a setting; ``default`` where there is none."""
+        """The value of a setting; ``default`` if missing."""
         owner, _, key = name.partition(":")
         config = self.config if self.kind == "deepspeed" else None
         own = {ENGINE: self.kind, CONFIGURATION: config, RANKS: self.edit.world_size}
@@ -301,7 +303,7 @@ class ShardingEngine:
             self.put_fsdp(key, value)
 
     def _put_stage(self, stage: int) -> None:
-        """Shard by the engine that the command has; by DeepSpeed where it has none."""
+        """Shard with the command's engine; with DeepSpeed if it has none."""
         if self.kind == "fsdp" and stage == 0:
             self.leave()
         elif self.kind == "fsdp":
@@ -317,7 +319,7 @@ class ShardingEngine:
     def is_set(self, name: str) -> bool:
         return as_truth(self.variable(name)) is True
 
-    # ---- which it is ----
+    # ---- selection of the engine ----
 
     @property
     def by_arguments(self) -> Literal["deepspeed", "fsdp"] | None:
@@ -355,7 +357,7 @@ class ShardingEngine:
 
     @property
     def config(self) -> FileSection | None:
-        """DeepSpeed's configuration; None where there is none that can be read."""
+        """DeepSpeed's configuration; None if there is no readable one."""
         if self.by_arguments == "deepspeed" and self._arguments is not None:
             return self._arguments.section("deepspeed")
         placed = (self.variable(DEEPSPEED_FILE) or "").strip("{}")
@@ -363,14 +365,14 @@ class ShardingEngine:
 
     @property
     def preset(self) -> int | None:
-        """The stage of a configuration that ms-swift has a name for."""
+        """The stage of a configuration that is given by one of ms-swift's names."""
         if self._arguments is None or not self._arguments.dialect.presets:
             return None
         return _PRESETS.get(str(self._arguments.current("deepspeed")))
 
     @property
     def stage(self) -> int | None:
-        """ZeRO's stage under DeepSpeed or FSDP; 0 under DDP; None where it cannot be understood."""
+        """ZeRO's stage under DeepSpeed or FSDP; 0 under DDP; None if it cannot be understood."""
         if self.kind == "ddp":
             return 0
         if self.kind == "fsdp":
@@ -385,7 +387,7 @@ class ShardingEngine:
         return int(given) if str(given) in ("0", "1", "2", "3") else None
 
     def put_config(self, changes: Mapping[str, Any]) -> None:
-        """Change keys of DeepSpeed's configuration, which is made where there is none."""
+        """Change keys of DeepSpeed's configuration; create it if missing."""
         is_by_variables = self._arguments is None or (self.kind == "deepspeed" and self.by_arguments is None)
         if is_by_variables:
             self.edit.env[USE_DEEPSPEED] = "true"
@@ -397,7 +399,7 @@ class ShardingEngine:
             self.edit.env[DEEPSPEED_STAGE] = str(changes["zero_optimization.stage"])
 
     def put_preset(self, stage: int) -> None:
-        """Name ms-swift's configuration for a stage, with offloading where the one before had it."""
+        """Use ms-swift's name of the configuration for a stage; keeps offloading."""
         assert self._arguments is not None
         offload = "_offload" if str(self._arguments.current("deepspeed")).endswith("_offload") and stage > 1 else ""
         self._arguments.put({"deepspeed": f"zero{stage}{offload}"})
@@ -405,14 +407,14 @@ class ShardingEngine:
     # ---- FSDP ----
 
     def fsdp(self, key: str) -> Any:
-        """A setting of FSDP by its name without ``fsdp_``; None where it is not given."""
+        """A setting of FSDP by its name without ``fsdp_``; None if missing."""
         if self.by_arguments != "fsdp" or self._arguments is None:
             return self.variable(f"FSDP_{key.upper()}")
         section = self._arguments.section(FSDP)
         return None if section is None else section.get(key, section.get(f"fsdp_{key}"))
 
     def put_fsdp(self, key: str, value: Any) -> None:
-        """Change a setting of FSDP where it is given, or add it."""
+        """Change a setting of FSDP in place, or add it."""
         if self.by_arguments != "fsdp" or self._arguments is None:
             self.edit.env[f"FSDP_{key.upper()}"] = str(value).lower()
             return
@@ -422,7 +424,7 @@ class ShardingEngine:
             section.put({f"fsdp_{key}" if section.has(f"fsdp_{key}") else key: value})
 
     def _fsdp_stage(self) -> int | None:
-        """3 where weights are given back after the forward pass, else 2."""
+        """3 if weights are freed after the forward pass, else 2."""
         words = str(self._arguments.current("fsdp")) if self.by_arguments and self._arguments is not None else ""
         if "shard_grad_op" in words:
             return 2
@@ -448,7 +450,7 @@ def _plain(given: Any) -> Any:
 
 
 CONFIG, DEEPSPEED_CONFIG = "accelerate", "accelerate_deepspeed"
-"""Placeholders of the launcher's YAML, and of DeepSpeed's configuration that it points to."""
+"""Placeholders of the launcher's YAML, and of the DeepSpeed configuration that it refers to."""
 _FSDP_DEFAULTS: Mapping[str, Any] = {
     "version": 1,
     "sharding_strategy": "FULL_SHARD",
@@ -468,7 +470,7 @@ _FSDP_DEFAULTS: Mapping[str, Any] = {
 }
 _FSDP_VARIABLES = {"transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
 _KEPT = ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type")
-"""Settings of FSDP whose capitals matter."""
+"""Case-sensitive settings of FSDP."""
 _DEEPSPEED: Mapping[str, str] = {
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -485,7 +487,7 @@ _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backen
 
 
 def find_launch_files(argv: Words, cwd: str) -> dict[str, str]:
-    """Path by placeholder of the launcher's YAML, the user's default one included, and of DeepSpeed's JSON."""
+    """Path by placeholder of the launcher's YAML, including the user's default one, and of DeepSpeed's JSON."""
     launched = without_launcher(argv)
     if launched.launcher != "accelerate":
         return {}
@@ -504,13 +506,13 @@ def find_launch_files(argv: Words, cwd: str) -> dict[str, str]:
 
 
 def default_config() -> Path:
-    """Where ``accelerate config`` puts its file."""
+    """Where ``accelerate config`` saves its file."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     return Path(home, "accelerate", "default_config.yaml").expanduser()
 
 
 def environment(options: Words, edit: Edit) -> dict[str, str]:
-    """Variables for the ranks, from the launcher's words and its YAML; what is not understood is noted."""
+    """Variables for the ranks, from the launcher's words and its YAML; notes what is not understood."""
     config = _config(edit)
     kind = _kind(options, config)
     if kind in ("MEGATRON_LM", "XLA", "TPU"):
@@ -533,7 +535,7 @@ def environment(options: Words, edit: Edit) -> dict[str, str]:
 
 
 def world_size(launched: Launched, edit: Edit) -> int | None:
-    """Ranks that it would start, by its words or its YAML."""
+    """Number of ranks that it would start, by its words or its YAML."""
     given = _config(edit).get("num_processes")
     return launched.world_size or (given if isinstance(given, int) and given > 0 else None)
 
@@ -552,14 +554,14 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _kind(options: Words, config: Mapping[str, Any]) -> str:
-    """The distributed type, whose options win over the file."""
+    """The distributed type; options override the file."""
     names = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "megatron-lm": "MEGATRON_LM"}
     requested = [kind for name, kind in names.items() if read(options, either_dash(f"--use-{name}", "flag"))]
     return requested[0] if requested else str(config.get("distributed_type", "NO"))
 
 
 def _configured(options: Words, config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of an option, else that in the file."""
+    """The value of an option, or else the value in the file."""
     flag = name in ("cpu", "use_fullgraph")
     given = read(options, either_dash(f"--{name}", "flag" if flag else "value"))
     return config.get(name, default) if given is None else given

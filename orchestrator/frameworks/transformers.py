@@ -1,8 +1,8 @@
-"""The Trainer of transformers, that of trl included: how its arguments spell a candidate, read and written, and what a
-trial needs. LLaMA-Factory and ms-swift have the same rows in dialects of their own.
+"""The Trainer of transformers, including that of trl: arguments for a candidate, read and written, and the settings of
+a trial. LLaMA-Factory and ms-swift use the same rows in their own dialects.
 
-Names and defaults are those of transformers 5.23 (``training_args.py``, ``hf_argparser.py``); 4.46 and later have the
-same for all that is written here.
+Names and defaults are those of transformers 5.23 (``training_args.py``, ``hf_argparser.py``); versions since 4.46 agree
+in everything written here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REGIONAL = "env:ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 _PRECISION = f"env:{MIXED_PRECISION}"
 _FSDP_RECOMPUTE = "fsdp:activation_checkpointing"
 MODES = ("default", "reduce-overhead", "max-autotune")
-"""Modes of torch.compile that are knobs of ours."""
+"""Modes of torch.compile that are built-in knobs."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 DEFAULTS: Mapping[str, Any] = {
@@ -69,11 +69,11 @@ DEFAULTS: Mapping[str, Any] = {
     "max_steps": -1,
     "seed": 42,
 }
-"""Defaults of ``TrainingArguments``, of transformers 4.40 to 5.23."""
+"""Defaults of ``TrainingArguments`` in transformers 4.40 to 5.23."""
 
 
 def opened(run: Run) -> Edit:
-    """The command without its launcher, whose variables it has instead."""
+    """The command with the launcher's variables instead of the launcher."""
     edit = Edit.of_run(run)
     launched = without_launcher(edit.argv)
     edit.argv = launched.argv
@@ -86,7 +86,7 @@ def opened(run: Run) -> Edit:
 
 
 def _is_on(found: Found, knob: str, name: str) -> bool | None:
-    """A truth value; None where it is not given, or none, which is noted."""
+    """A truth value; None if missing, or if it is not one, which is noted."""
     given = found.get(name)
     is_on = truth(given)
     if is_on is None and given is not None and "{" not in str(given):
@@ -122,7 +122,7 @@ TOTAL = custom((), (), lambda _: None, _read_total, overlay="read")
 
 
 def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) -> None:
-    """The batch in DeepSpeed's configuration, as far as that gives numbers."""
+    """The batch in DeepSpeed's configuration, as far as it has numbers."""
     sizes = {
         "train_micro_batch_size_per_gpu": request.candidate.micro_batch_size,
         "gradient_accumulation_steps": request.num_microbatches,
@@ -157,7 +157,7 @@ def _read_layout(found: Found) -> dict[str, Any]:
 
 
 def _tensor_parallel(found: Found) -> int | None:
-    """The degree; 1 unless DeepSpeed or ``accelerate launch`` sets one."""
+    """The degree; 1 unless DeepSpeed or ``accelerate launch`` sets it."""
     for name in ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE"):
         if (found.get(f"env:PARALLELISM_CONFIG_{name}") or "1") not in ("1", "-1"):
             found.unread("layout", f"parallelism_config: {name.lower()}")
@@ -166,7 +166,7 @@ def _tensor_parallel(found: Found) -> int | None:
 
 
 LAYOUT = row("layout.zero_stage", STAGE, _write_stage, _read_layout)
-"""Data parallelism by the engine that the command has; by DeepSpeed where it has none and is to shard."""
+"""Data parallelism with the command's engine; with DeepSpeed if it has none and shards."""
 _UNABLE = {
     "pp": "the Trainer does not support pipelines",
     "cp": "the script must split sequences: ParallelismConfig(cp_size=...)",
@@ -175,7 +175,7 @@ _UNABLE = {
 
 
 def check_engine(engine: ShardingEngine, request: OverlayRequest) -> None:
-    """Note what the engine cannot do, and write the batch into DeepSpeed's configuration."""
+    """Note what the engine does not support, and write the batch into DeepSpeed's configuration."""
     layout, edit = request.candidate.layout, engine.edit
     write_batch_of_deepspeed(engine, request)
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
@@ -198,7 +198,9 @@ def _read_precision(found: Found) -> dict[str, Any]:
     if set(given.values()) == {None}:
         found.warn("precision", "neither bf16 nor fp16 is set: the number format is that of the model")
         return lists
-    variable = None if "deepspeed" in found else found.get(_PRECISION)  # its configuration follows the arguments alone
+    variable = (
+        None if "deepspeed" in found else found.get(_PRECISION)
+    )  # its configuration is derived from the arguments
     short = next((name for name, is_on in given.items() if is_on), variable)
     return lists | read_precision(found, short or "no")
 
@@ -222,7 +224,7 @@ def read_precision(found: Found, short: str) -> dict[str, Any]:
 
 
 def _deepspeed_dtype(config: FileSection, requested: str) -> str:
-    """What DeepSpeed computes in: its own word, or the arguments' where it says ``auto`` or nothing."""
+    """DeepSpeed's number format: its own setting, or that of the arguments if it is ``auto`` or missing."""
     for name in ("bf16", "fp16"):
         configured = config.get(f"{name}.enabled")
         if configured is True or (configured in ("auto", None) and requested == name):
@@ -266,7 +268,7 @@ APPROXIMATED = frozenset({_SCALE})
 
 
 def _precision_in_deepspeed(config: FileSection, precision: Precision) -> dict[str, Any]:
-    """What has to change in DeepSpeed's configuration for a number format; what is left to the arguments stays so."""
+    """The changes to DeepSpeed's configuration for a number format; settings left to the arguments stay so."""
     changes: dict[str, Any] = {}
     short = SHORT.get(precision.dtype) if precision.level == "O2" else None
     for name in ("bf16", "fp16"):
@@ -284,7 +286,7 @@ def _precision_in_deepspeed(config: FileSection, precision: Precision) -> dict[s
 
 
 def scale_of_deepspeed(get: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
+    """DeepSpeed's loss scale, with its defaults; it doubles and halves, as in torch."""
     static = get("fp16.loss_scale", 0)
     return TORCH_SCALER | {
         "precision.loss_scale.initial": float(static or 2.0 ** get("fp16.initial_scale_power", 16)),
@@ -295,7 +297,7 @@ def scale_of_deepspeed(get: Callable[[str, Any], Any]) -> dict[str, Any]:
 
 
 def scale_in_deepspeed(scale: LossScale) -> dict[str, Any]:
-    """The loss scale in DeepSpeed's words, which doubles and halves it."""
+    """The loss scale as DeepSpeed's settings, which double and halve it."""
     return {
         "fp16.loss_scale": 0 if scale.dynamic else scale.initial,
         "fp16.initial_scale_power": max(0, round(math.log2(scale.initial))),
@@ -308,7 +310,7 @@ def scale_in_deepspeed(scale: LossScale) -> dict[str, Any]:
 
 
 def _recompute(name: str) -> Setting:
-    """All layers or none, by an argument that turns recompute on, or by one called ``disable_...``."""
+    """All layers or none, by an argument that enables recompute, or by one named ``disable_...``."""
     is_off = name.startswith("disable_")
     other = "activation_checkpointing"
 
@@ -343,7 +345,7 @@ def fsdp_recomputes(found: Found) -> bool:
 
 
 def full_recompute(found: Found, is_on: bool) -> dict[str, Any]:
-    """All layers, or none; of a model whose number of layers is not known, one."""
+    """All layers or none; one if the model's number of layers is unknown."""
     return {"recompute.full": ((found.num_layers or 1,),) if is_on else ()}
 
 
@@ -386,7 +388,7 @@ def _read_compile(found: Found) -> dict[str, Any]:
     else:
         found.unread("kernels.compile_mode", f"torch_compile_mode {mode}")
     tf32 = _is_on(found, "kernels.matmul_precision", "tf32")
-    if tf32 is not None or not is_on:  # the Trainer may turn it on by itself when it compiles
+    if tf32 is not None or not is_on:  # the Trainer may enable it itself when it compiles
         configured["kernels.matmul_precision"] = "high" if tf32 else "highest"
     return configured
 
@@ -435,7 +437,7 @@ def _attention(dialect: Dialect) -> Setting:
 
 
 def rows(dialect: Dialect) -> tuple[Setting, ...]:
-    """In the order in which they are written: number formats depend on the engine."""
+    """In the order of writing: number formats depend on the engine."""
     return (
         row(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATION), _write_batch, _read_batch),
         LAYOUT,
@@ -469,7 +471,7 @@ def _shape(edit: Edit, found: Found) -> LlamaModel | None:
 
 @functools.lru_cache(maxsize=32)
 def _shape_in(path: Path) -> LlamaModel | None:
-    """The decoder in a folder, which is read once: every candidate of a plan asks for it."""
+    """The decoder in a folder, read once, since every candidate of a plan needs it."""
     decoder = decoder_in(path)
     return None if decoder is None else decoder.shape
 
@@ -490,9 +492,9 @@ def _note_unread(edit: Edit, found: Found) -> None:
 
 
 def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], TrainerArguments]) -> None:
-    """Write what hangs on other settings, and custom knobs; note what the Trainer cannot do."""
+    """Write settings that depend on others, and custom knobs; note what the Trainer does not support."""
     arguments, loader = arguments_of(edit), request.candidate.loader
-    if not loader.num_workers:  # torch refuses both without workers
+    if not loader.num_workers:  # torch rejects both without workers
         arguments.drop(_AHEAD)
         if arguments.is_on(_KEPT):
             arguments.put({_KEPT: False})
@@ -507,7 +509,7 @@ def _check(edit: Edit, request: OverlayRequest, arguments_of: Callable[[Edit], T
 
 
 def table(dialect: Dialect) -> FrameworkTable:
-    """The Trainer's rows as a framework on it spells them."""
+    """The Trainer's rows in the spelling of a framework on it."""
     arguments_of = partial(TrainerArguments, dialect=dialect)
     return FrameworkTable(
         rows=rows(dialect),
@@ -521,7 +523,7 @@ def table(dialect: Dialect) -> FrameworkTable:
 
 
 def expected_of(request: OverlayRequest) -> Expected:
-    """What the Trainer's ranks are seen to do."""
+    """The values to observe in the Trainer's ranks."""
     candidate, layout = request.candidate, request.candidate.layout
     return Expected(
         world_size=request.world_size,
@@ -548,8 +550,7 @@ TRIAL: Mapping[str, Any] = {
     "logging_nan_inf_filter": False,
     "disable_tqdm": True,
 }
-"""Arguments of every trial. With the filter for NaN the log of a run that diverged looks like that of one that did
-not."""
+"""Arguments of every trial. The filter for NaN would make the log of a diverged run look like that of a normal one."""
 
 
 _OFF_IF_SPECIFIED = ("do_eval", "do_predict", "eval_on_start", "plot_loss", "auto_find_batch_size")
@@ -562,11 +563,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Trackers off, for programs that start one themselves."""
+"""Variables that turn trackers off, for programs that start one themselves."""
 
 
 def edit_of(overlay: Overlay) -> Edit:
-    """The overlay ready to be changed; its files' formats are seen from their text."""
+    """The overlay ready for changes; the formats of its files are detected from their text."""
     edit = Edit.of_overlay(overlay)
     edit.names = {name: _file_name(name, text) for name, text in overlay.files.items()}
     return edit
@@ -577,7 +578,7 @@ def _file_name(name: str, text: str) -> str:
 
 
 def trackers_off(edit: Edit) -> Overlay:
-    """The overlay, with trackers that programs start themselves off."""
+    """The overlay, with trackers that programs start themselves turned off."""
     edit.env |= {name: value for name, value in ENVIRONMENT.items() if name not in edit.env}
     return edit.overlay()
 
@@ -587,8 +588,8 @@ def trial_of_trainer(
 ) -> Overlay:
     """The program in trial mode.
 
-    It ends by the hook's callback or with its rank, which leave the schedule of the learning rate; only a ``max_steps``
-    of its own that comes too early is moved.
+    The hook's callback or the end of its rank stops it, without changing the learning-rate schedule; only a
+    ``max_steps`` of its own that comes too early is raised.
     """
     edit = edit_of(overlay)
     arguments = TrainerArguments(edit, dialect)
@@ -616,8 +617,8 @@ _FIXED_FILE = re.compile(r"parse_json_file\(\s*(?:json_file\s*=\s*)?[\"']")
 
 
 def _recognises(run: Run) -> bool:
-    """Whether the script parses a Trainer's arguments, or is given arguments that only a Trainer has. One that sets
-    them in code, or in a file that it names itself, takes none of them."""
+    """Whether the script parses a Trainer's arguments, or is given arguments that only a Trainer has. A script that
+    sets them in code, or in a file that it names itself, takes none."""
     text = script_text(run.argv, run.cwd)
     if imports(text) & {"transformers", "trl"} and any(parser in text for parser in _PARSERS):
         return _FIXED_FILE.search(text) is None

@@ -127,7 +127,7 @@ def is_from_here(headers: Mapping[str, str]) -> bool:
 
 
 def _name(host: str) -> str:
-    """The name in a ``Host`` header, without the port; empty where it is no such header. Ports are free: a tunnel may
+    """The name in a ``Host`` header, without the port; empty if it has another form. Ports are free: a tunnel may
     give the page another one."""
     try:
         parts = urlsplit(f"//{host}")
@@ -176,7 +176,7 @@ class Gate:
         return None
 
     def _let_in(self, request: Request, token: str) -> Response:
-        """Give the browser its cookie and send it on to the address without token. Where another site led here, a page
+        """Give the browser its cookie and send it on to the address without token. If another site led here, a page
         of our own has to do that: browsers keep strict cookies from a redirect."""
         if not self._access.is_token(token):
             return refusal(403, _CLOSED)
@@ -388,7 +388,7 @@ def serve(
 
     Args:
         announce: receives the page's address at once, those in MLflow when it is up.
-        tell: receives further messages.
+        notify: receives further messages.
 
     Raises:
         ConfigError: the sweep does not exist, there are none, or the requested port is taken.

@@ -138,9 +138,9 @@ class ModelSample:
     """Draws candidates of a space too large to list.
 
     Args:
-            space: space of legal layouts only.
-            is_legal: returns which candidates of such layouts are legal.
-            predictor_of: returns the cost model on given candidates.
+        space: space of legal layouts only.
+        is_legal: returns which candidates of such layouts are legal.
+        predictor_of: returns the cost model on given candidates.
     """
 
     space: Space

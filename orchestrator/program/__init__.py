@@ -1,4 +1,4 @@
-"""Users' training programs: reading their command, applying a candidate to it, and the command of a trial.
+"""Custom training programs: reading their command, applying a candidate to it, and the command of a trial.
 
-Knows recipes and the search space; sweep files, plans and controllers stand on it.
+Imports recipes and the search space; sweep files, plans and controllers use it.
 """

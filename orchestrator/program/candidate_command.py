@@ -1,4 +1,4 @@
-"""A candidate laid over a user's command: whether that is possible, and what a trial runs.
+"""A candidate applied to a user's command: whether that is possible, and what a trial runs.
 
 Custom knobs are arguments, keys of configuration files, environment variables or placeholders.
 """
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.arguments import as_truth, either_dash, read, read_text, remove, write
+from orchestrator.frameworks.arguments import as_truth, either_dash, read, read_text, remove, with_settings, write
 from orchestrator.frameworks.documents import ABSENT, edited, load, value_at
 from orchestrator.frameworks.edit import Overlay, OverlayRequest, Run
 from orchestrator.frameworks.spelling import Note
@@ -28,20 +28,21 @@ from orchestrator.program.user_program import OUT, Script, filled, filled_run, n
 from orchestrator.space.inside import knobs_set
 from orchestrator.space.knobs import INSIDE, CustomKnob, CustomScalar, argument_text, is_inside
 from orchestrator.space.rules import Case, Rule
+from orchestrator.units import count
 from trials import sizes
 from trials.profiling.traces import long_enough_program, program_ranks
 from trials.script.command import KNOBS_VARIABLE, CommandFile, ScriptCommand, hook_files, is_seen_anyway
 from trials.spec import Candidate, ProfileSpec, Protocol
 
 START, CHANGES, LINES = "train.sh", "changes.diff", "lines.txt"
-"""Files that are exported in addition to copies: what starts the training, what differs from the user's own, and
-what to write into the program where the hook is not to set it."""
+"""Files that are exported in addition to copies: the start script, the diff, and, if the hook is not to set knobs
+inside the program, the lines to add to it."""
 HOOK = "inside"
-"""Folder of an export with our hook, where it sets knobs within the program."""
+"""Folder with our hook in an export whose knobs it sets inside the program."""
 
 
 def request_of(script: Script, candidate: Candidate, device: str | None = None) -> OverlayRequest:
-    """What the recipe is to lay over the command: custom knobs only if nothing else can."""
+    """The request to the recipe; includes a custom knob only if nothing else can set it."""
     batch, is_unchanged = script.workload.global_batch_size, candidate == script.unchanged
     left = tuple(choice for choice in candidate.own if not is_settled(choice.name, script))
     return OverlayRequest(
@@ -65,19 +66,22 @@ def render(
     device: str | None = None,
     sets_inside: bool = True,
 ) -> Overlay:
-    """The user's command with the candidate laid over it; with ``last_step`` also in trial mode.
+    """The user's command with the candidate applied; with ``last_step`` also in trial mode.
 
-    Its environment is that of the command and what was added to it.
+    Its environment is the command's with the added variables.
 
     Args:
-        device: kind of device that it runs on, where that is known.
-        sets_inside: whether our hook is to set what the candidate has within the program.
+        device: kind of device that it runs on, if known.
+        sets_inside: whether our hook sets the candidate's knobs inside the program.
 
     Raises:
-        ConfigError: a file of the user's that cannot be changed.
+        ConfigError: a configuration file cannot be changed.
     """
     values = placeholder_values(candidate, script.workload, last_step=last_step)
-    run = filled_run(with_custom(script, candidate), values)
+    run = with_custom(script, candidate)
+    if last_step is not None:
+        run = dataclasses.replace(run, argv=with_settings(run.argv, script.trial_args))
+    run = filled_run(run, values)
     overlaid = script.training.overlay(run, request_of(script, candidate, device))
     if last_step is not None:
         overlaid = script.training.trial_mode(overlaid, last_step)
@@ -91,11 +95,11 @@ def render(
 
 
 def knobs_file(knobs: Mapping[str, Any], seen: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """The file from which our hook sets knobs within the program.
+    """The file from which our hook sets knobs inside the program.
 
     Args:
-        seen: ``fingerprint`` of the measured program, without which the hook sets nothing, and ``expect``, what its
-            first steps have to show; empty for a trial, whose program is compared with none.
+        seen: ``fingerprint`` of the measured program, which the hook requires, and ``expect``: observations that its
+            first steps must match; empty for a trial, whose program is not compared.
     """
     content = {
         "version": 1,
@@ -108,8 +112,8 @@ def knobs_file(knobs: Mapping[str, Any], seen: Mapping[str, Any] = MappingProxyT
 
 
 def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
-    """What the copies of configuration files are called, by placeholder: as the user's own, whose suffix programs go
-    by, unless several would be called alike, or like a file that is exported beside them."""
+    """Names of the copies of configuration files by placeholder. They are the original names, since programs depend on
+    suffixes, unless several would be equal, or equal to that of an exported file."""
     found: dict[str, str] = {}
     for name in sorted(names):
         path = f"{INSIDE}.json" if name == INSIDE else script.run.paths.get(name, name)
@@ -120,9 +124,9 @@ def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
 
 
 def problem(script: Script, candidate: Candidate, device: str | None = None) -> str | None:
-    """Why the candidate cannot be expressed in the user's command; None where it can.
+    """Why the candidate cannot be expressed in the user's command; None if it can.
 
-    Recipes read back what they wrote, so that a wrong configuration is found before it reaches the devices.
+    Recipes read back what they wrote, so that a wrong configuration is found before it is launched.
     """
     key = candidate, device
     if key not in script.judged:
@@ -139,7 +143,7 @@ def _problem(script: Script, candidate: Candidate, device: str | None) -> str | 
 
 
 def rule_of(script: Script) -> Rule:
-    """Legality by :func:`problem`, under the id ``recipe:NAME``."""
+    """Legality by :func:`problem`, with the id ``recipe:NAME``."""
 
     def check(case: Case) -> str | None:
         device = case.topology.nodes[0].device_kind if case.topology is not None else None
@@ -163,17 +167,17 @@ def is_placeholder(name: str, run: Run) -> bool:
 
 
 def is_settled(name: str, script: Script) -> bool:
-    """Whether a custom knob is laid over the command here; the others are the recipe's."""
+    """Whether a custom knob is applied here; the others are applied by the recipe."""
     if not script.training.takes_custom_names or name.startswith(("-", "$")) or ":" in name:
         return True
     return name in script.placeholders or any(knob.name == name and knob.flag for knob in script.own)
 
 
 def with_custom(script: Script, candidate: Candidate) -> Run:
-    """The command with the candidate's custom knobs; placeholders are left to be filled in.
+    """The command with the candidate's custom knobs; placeholders are not filled in yet.
 
     Raises:
-        ConfigError: a configuration file that cannot be read, or a key that cannot be set in it.
+        ConfigError: a configuration file cannot be read, or a key in it cannot be set.
     """
     run = script.run
     if candidate == script.unchanged:
@@ -185,7 +189,7 @@ def with_custom(script: Script, candidate: Candidate) -> Run:
         if name.startswith("$"):
             run = dataclasses.replace(run, env={**run.env, name[1:]: argument_text(choice.value)})
         elif is_inside(name):
-            continue  # nothing of the command's: see render
+            continue  # not part of the command, see render
         elif ":" in name:
             file, _, key = name.partition(":")
             changes.setdefault(file, {})[key] = choice.value
@@ -196,7 +200,7 @@ def with_custom(script: Script, candidate: Candidate) -> Run:
 
 
 def command_value(knob: CustomKnob, run: Run) -> CustomScalar | None:
-    """The one of a knob's values that the command has; None if it has another value, or none."""
+    """The value of the knob that the command has; None if it has another value or none."""
     if knob.name.startswith("$"):
         given: object = run.env.get(knob.name[1:])
     elif ":" in knob.name:
@@ -209,7 +213,7 @@ def command_value(knob: CustomKnob, run: Run) -> CustomScalar | None:
 
 
 def filled_in(knob: CustomKnob, run: Run) -> str | None:
-    """The placeholder in the value of the argument that a knob is; None where there is none."""
+    """The placeholder in the value of the argument that a knob sets; None without one."""
     if not knob.name.startswith("-"):
         return None
     return next(iter(names_in([read_text(run.argv, either_dash(knob.name)) or ""])), None)
@@ -234,7 +238,7 @@ def _is_same(value: CustomScalar, given: object) -> bool:
 
 
 def _with_argument(argv: tuple[str, ...], name: str, value: CustomScalar) -> tuple[str, ...]:
-    """The words with an argument; true and false put it in without a value, or leave it out."""
+    """The words with an argument added: true adds it without a value, false leaves it out."""
     if value is False:
         return remove(argv, either_dash(name, "switch"))
     if value is True:
@@ -243,7 +247,7 @@ def _with_argument(argv: tuple[str, ...], name: str, value: CustomScalar) -> tup
 
 
 def _with_changes(run: Run, changes: Mapping[str, Mapping[str, CustomScalar]]) -> Run:
-    """The command with changed copies of files, which its words name by placeholders; other files stay in place."""
+    """The command with changed copies of files, named by placeholders; other files stay in place."""
     texts = dict(run.files)
     for file, values in changes.items():
         texts[file] = edited(texts[file], run.paths.get(file, file), values)
@@ -253,7 +257,7 @@ def _with_changes(run: Run, changes: Mapping[str, Mapping[str, CustomScalar]]) -
 
 
 def _with_placeholder(word: str, run: Run, names: list[str]) -> str:
-    """The word with the placeholder of a file in the place of its path."""
+    """The word with its path replaced by the placeholder of the file."""
     head, equals, path = word.rpartition("=")
     for name in names:
         if name in run.paths and os.path.normpath(Path(run.cwd) / path) == run.paths[name]:
@@ -264,24 +268,25 @@ def _with_placeholder(word: str, run: Run, names: list[str]) -> str:
 RUNNER = "trials.script.runner:run_rank"
 """Function that every rank of such a trial runs."""
 MARGIN_STEPS = 4
-"""Steps requested from a program in addition to the required ones: it shall not begin to end while it is measured."""
+"""Steps requested from a program in addition to the required ones, so that it does not shut down while it is
+measured."""
 
 
 def last_step(protocol: Protocol) -> int:
-    """The step at which a trial's program is asked to end."""
+    """The step at which a trial's program is requested to end."""
     return protocol.min_warmup_steps + protocol.num_steps + MARGIN_STEPS
 
 
 def options_of(script: Script, candidate: Candidate) -> Iterator[str]:
-    """How the program calls the candidate's custom knobs: ``--flag``, ``dotted.key`` or ``$NAME``; keys of files and
-    placeholders in the midst of a word have no such name."""
+    """The program's names of the candidate's custom knobs: ``--flag``, ``dotted.key`` or ``$NAME``. Keys of files, and
+    placeholders inside a word, have no such name."""
     flags = {knob.name: knob.flag for knob in script.own}
     words = script.run.argv
     for name in (choice.name for choice in candidate.own):
         mark = f"{{{name}}}"
         place = next((place for place, word in enumerate(words) if word.endswith(mark)), None)
         if name.startswith("$"):
-            yield from () if is_seen_anyway(name[1:]) else [name]  # libraries in C read those unseen
+            yield from () if is_seen_anyway(name[1:]) else [name]  # C libraries read these without a trace
         elif place is not None:
             key, equals, value = words[place].partition("=")
             yield from [key] if value == mark and equals else [words[place - 1]] if words[place] == mark else ()
@@ -301,15 +306,15 @@ def script_command(
     fewest_steps: int | None = None,
     profile: ProfileSpec | None = None,
 ) -> ScriptCommand:
-    """The command of one trial: the candidate laid over the user's own, in trial mode.
+    """The command of one trial: the user's command with the candidate applied, in trial mode.
 
     Args:
-        env_pass: variables of the ranks' environment that the program sees in addition to those that the file names.
-        fewest_steps: measured steps that are enough where the program ends by itself; None: all that it should run.
-        profile: what the hook records of the run; None: nothing.
+        env_pass: variables of the ranks' environment that the program gets in addition to those in the file.
+        fewest_steps: sufficient measured steps if the program ends by itself; None: all requested steps.
+        profile: what the hook records; None: nothing.
 
     Raises:
-        ConfigError: a file of the user's that cannot be changed.
+        ConfigError: a configuration file cannot be changed.
     """
     workload, shape, world_size = script.workload, script.model.shape, candidate.layout.world_size
     if profile is not None:
@@ -341,22 +346,21 @@ def script_command(
     )
 
 
-# ---- A candidate laid over a training command, as it is stored, exported and pasted: a script to start it, copies of
-# its
-# configuration files, and what differs from the user's command.
+# ---- A candidate applied to a training command, for storing, exporting and pasting: a start script, copies of
+# configuration files, and the diff against the user's command.
 
 _OPTION = re.compile(r"--?[A-Za-z]")
 _PYTHON = frozenset({"python", "python3"})
 _HEAD = """\
 #!/bin/sh
-# {title}: {name}, on {world_size} devices.
+# {title}: {name}, on {devices}.
 # {how}
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 cd {cwd}
 """
 _SHELL_DEFAULTS = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
-"""What whoever starts it says in the environment, by the placeholder."""
+"""Variables to set when starting the script, by placeholder."""
 _HOW_ENV = (
     "NNODES: number of hosts, each runs this script; NODE_RANK: index of this host; MASTER_ADDR, MASTER_PORT: "
     "address of rank 0."
@@ -366,15 +370,15 @@ _HOW_OWN = "The command starts its own ranks: run it on every host, like your or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptArtifact:
-    """What is kept of a training program with a candidate laid over it."""
+    """The stored form of a training program with a candidate applied."""
 
     argv: tuple[str, ...]
     """``{name}`` stands for the copy of a configuration file."""
     env: Mapping[str, str]
     files: Mapping[str, str]
-    """Text by file name: the script that starts it, copies of configuration files, the diff."""
+    """Text by file name: the start script, copies of configuration files, the diff."""
     changes: str
-    """The diff against the user's command and files; empty where nothing is changed."""
+    """The diff against the user's command and files; empty if nothing is changed."""
     notes: tuple[str, ...] = ()
     """Notes of the recipe, as sentences."""
 
@@ -402,15 +406,15 @@ def artifact(
     seen: Mapping[str, Any] = MappingProxyType({}),
     as_lines: bool = False,
 ) -> ScriptArtifact:
-    """The user's command with the candidate laid over it, without anything that only a trial needs.
+    """The user's command with the candidate applied, without settings that only a trial needs.
 
     Args:
-        name: what to call it in the script that starts it.
+        name: its name in the start script.
         seen: as for :func:`knobs_file`.
-        as_lines: whether knobs within the program are listed as lines to write into it, rather than set by our hook.
+        as_lines: list knobs inside the program as lines to add to it, instead of setting them with our hook.
 
     Raises:
-        ConfigError: a configuration file that cannot be changed.
+        ConfigError: a configuration file cannot be changed.
     """
     overlaid = render(script, candidate, sets_inside=not as_lines)
     if INSIDE in overlaid.files:
@@ -434,12 +438,12 @@ def artifact(
 
 
 def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], candidate: Candidate, name: str) -> str:
-    """A shell script that starts the training from the folder in which it lies with the copies of the files."""
+    """A shell script that starts the training from its own folder, which also has the copies of the files."""
     is_env = script.model.launcher == "env"
     head = _HEAD.format(
         title=script.training.title,
         name=name,
-        world_size=candidate.layout.world_size,
+        devices=count(candidate.layout.world_size, "device"),
         how=_HOW_ENV if is_env else _HOW_OWN,
         cwd=shlex.quote(script.run.cwd),
     )
@@ -452,7 +456,7 @@ def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], ca
 
 
 def _launcher(words: list[str], world_size: int) -> list[str]:
-    """torchrun in front of a command whose ranks it starts."""
+    """Lines of the start script that run the command under torchrun."""
     program = words[1:] if words and Path(words[0]).name in _PYTHON else ["--no-python", *words]
     python = words[0] if words and Path(words[0]).name in _PYTHON else "python3"
     return [
@@ -464,7 +468,7 @@ def _launcher(words: list[str], world_size: int) -> list[str]:
 
 
 def _word(word: str, names: Mapping[str, str]) -> str:
-    """The word for a shell: copies lie beside the script, and what it writes goes into ``$OUT``."""
+    """The word for a shell: copies are next to the script, and output goes into ``$OUT``."""
     marks = {name: f"\0here/{file}\0" for name, file in names.items()} | {
         name: f"\0{name}\0" for name in _SHELL_DEFAULTS
     }
@@ -478,24 +482,31 @@ def _marked(mark: str) -> str:
 
 
 def _changes(script: Script, overlaid: Overlay) -> str:
-    """A unified diff of arguments, environment and files; one argument with its values a line.
+    """A unified diff of arguments, environment and files, with one argument and its values per line.
 
-    What starts the ranks is no change of the candidate's: where the command can run as it stands, both are shown
-    without its launcher.
+    A launcher is not a change by the candidate: if the command can run unmodified, both are shown without it.
     """
-    run = script.run
-    today = run if script.unchanged is None else render(script, script.unchanged)
-    parts = [("command", "\n".join(_arguments(today.argv)), "\n".join(_arguments(overlaid.argv)))]
-    before, after = (_assignments(env) for env in (today.env, overlaid.env))
-    parts.append(("environment", before, after))
+    configured = script.unchanged or script.baseline
+    today = script.run if configured is None else render(script, configured)
+    files = {**script.run.files, **today.files}
     names = file_names(script, overlaid.files)
+    before, after = (
+        dataclasses.replace(
+            run,
+            argv=tuple(filled(word, names) for word in run.argv),
+            env={name: filled(text, names) for name, text in run.env.items()},
+        )
+        for run in (today, overlaid)
+    )
+    parts = [("command", "\n".join(_arguments(before.argv)), "\n".join(_arguments(after.argv)))]
+    parts.append(("environment", _assignments(before.env), _assignments(after.env)))
     for name, text in sorted(overlaid.files.items()):
-        parts.append((names[name], _one_key_a_line(run.files.get(name, "")), _one_key_a_line(text)))
+        parts.append((names[name], _one_key_a_line(files.get(name, "")), _one_key_a_line(text)))
     return "".join(_diff(name, old, new) for name, old, new in parts if old != new)
 
 
 def _one_key_a_line(text: str) -> str:
-    """JSON as it is compared, however it is spaced; any other text as it is."""
+    """JSON in a form that ignores spacing; any other text unchanged."""
     try:
         return json.dumps(json.loads(text), indent=2)
     except ValueError:
@@ -503,7 +514,7 @@ def _one_key_a_line(text: str) -> str:
 
 
 def _arguments(argv: Sequence[str]) -> list[str]:
-    """The words, an option and its values joined."""
+    """The words, with each option joined to its values."""
     lines: list[str] = []
     for word in argv:
         if lines and lines[-1].startswith("-") and not _OPTION.match(word):

@@ -1,4 +1,4 @@
-"""Source lines that do the same as the knobs that our hook sets within a program."""
+"""Source lines equivalent to the knobs that our hook sets inside a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = (
 
 
 def source_lines(knobs: Mapping[str, Any]) -> str:
-    """A text to read: the place of each knob, and its lines, which begin with ``+``."""
+    """A text to read: the place of each knob, and its lines, marked with ``+``."""
     parts = []
     for place, lines in _parts(knobs):
         parts.append("\n".join([f"# {place}", *(f"+ {line}" for line in lines)]))

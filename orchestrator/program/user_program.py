@@ -1,4 +1,4 @@
-"""A user's training program, read once: its command and files, its placeholders, what it says of knobs, its source."""
+"""A custom training program, read once: its command and files, placeholders, values of knobs, and source."""
 
 from __future__ import annotations
 
@@ -45,23 +45,28 @@ class Script:
     training: Training
     run: Run
     reading: Reading
-    """Values that the command sets itself; the values of candidates' fields in canonical form."""
+    """Values that the command sets; values of candidates' fields are in canonical form."""
     workload: Workload
-    """What candidates are measured on; its model is a :class:`ScriptModel`."""
+    """The workload of the candidates; its model is a :class:`ScriptModel`."""
     log: LogFormat
     hook: bool = True
     env_pass: tuple[str, ...] = ()
     own: tuple[CustomKnob, ...] = ()
     inside: InsideBaseline = NOTHING_INSIDE
-    """The baseline's values of the built-in knobs that are set within the program; at these they are not."""
+    """The baseline's values of the built-in knobs that are set inside the program; at these values the hook leaves them
+    alone."""
     named: frozenset[str] = frozenset()
-    """Paths of fields that the sweep file names, or that the command has placeholders for."""
+    """Paths of fields that the sweep file sets, or that the command has placeholders for."""
     unchanged: Candidate | None = None
-    """The candidate that the command amounts to as it stands; None where the file's baseline says something else."""
+    """The candidate of the unmodified command; None if the file's baseline differs from it."""
+    baseline: Candidate | None = None
+    """The candidate of trial 0."""
+    trial_args: tuple[str, ...] = ()
+    """Arguments that only trials have."""
     seed: int | None = None
-    """None: as the command says."""
+    """None: as in the command."""
     device: str | None = None
-    """Kind of device that ranks train on, ``cpu`` or ``cuda``; None where the sweep file leaves it open."""
+    """Kind of device that ranks train on, ``cpu`` or ``cuda``; None if the sweep file does not set it."""
 
     @property
     def model(self) -> ScriptModel:
@@ -70,13 +75,13 @@ class Script:
 
     @functools.cached_property
     def judged(self) -> dict[tuple[Candidate, str | None], str | None]:
-        """Why candidates cannot run on a kind of device, None where they can, as far as requested: every plan
-        asks for all of them."""
+        """Cache of the reasons why candidates cannot run on a kind of device, None if they can: every plan requests all
+        of them."""
         return {}
 
     @functools.cached_property
     def placeholders(self) -> frozenset[str]:
-        """Names of all placeholders that the command has, its environment and its files among it."""
+        """Names of all placeholders in the command, its environment and its files."""
         return frozenset(names_in((*self.run.argv, *self.run.env.values(), *self.run.files.values())))
 
     @functools.cached_property
@@ -86,7 +91,7 @@ class Script:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was not understood of the command, for people."""
+        """Parts of the command that were not understood, for people."""
         return tuple(f"{note.knob}: {note.message}" if note.knob else note.message for note in self.reading.notes)
 
     @property
@@ -106,7 +111,7 @@ _ANY = Workload(
 
 
 def flat(candidate: Candidate) -> dict[str, Any]:
-    """Value by path of a candidate alone, without custom knobs."""
+    """Values of a candidate by path, without custom knobs."""
     values = flatten(candidate, _ANY)
     return {path: value for path, value in values.items() if path != "own" and not is_at_or_below(path, WORKLOAD)}
 
@@ -114,12 +119,12 @@ def flat(candidate: Candidate) -> dict[str, Any]:
 PATHS = frozenset(
     flat(Candidate(precision=Precision(loss_scale=LossScale()), loader=Loader(tuning=LoaderTuning()))),
 )
-"""All paths that candidates have."""
+"""All paths of candidates."""
 
 
 @functools.cache
 def paths_of(knob: str) -> frozenset[str]:
-    """Paths of the candidate's fields that a knob sets, named as in :mod:`orchestrator.frameworks.spelling`."""
+    """Paths of the candidate's fields that a knob sets, in the form of :mod:`orchestrator.frameworks.spelling`."""
     part = next(one.part for one in KNOBS if one.name == knob)
     above = _PARTS.get(knob, part if part == knob else f"{part}.{knob}")
     return frozenset(path for path in PATHS if is_at_or_below(path, above))
@@ -131,11 +136,11 @@ def configured_knobs(reading: Reading) -> frozenset[str]:
 
 
 def values_of(reading: Reading, *, num_layers: int, num_devices: int | None) -> dict[str, Any]:
-    """Values of all knobs as the command says them; knobs of which it says nothing are neutral.
+    """Values of all knobs in the command; knobs that it does not set are neutral.
 
     Args:
-        num_devices: on how many devices it runs; data parallelism takes up those that it says nothing of. None where
-            that is not known: then it has one replica.
+        num_devices: number of devices that it runs on; data parallelism uses the rest. None if
+            unknown: then it has one replica.
     """
     candidate = candidate_of({path: value for path, value in reading.values.items() if path in PATHS})
     configured = configured_knobs(reading)
@@ -154,7 +159,7 @@ def _split(layout: Layout, num_layers: int) -> StageSplit:
 
 
 def _policy(candidate: Candidate, num_layers: int, *, knows_layers: bool) -> RecomputeChoice:
-    """The recompute policy for any layout: all layers of this one are all of another."""
+    """The recompute policy for any layout: all layers of this layout become all layers of another one."""
     policy = candidate.recompute
     everything = {layers_of(candidate.layout, num_layers), *(() if knows_layers else (((1,),),))}
 
@@ -169,9 +174,9 @@ def _policy(candidate: Candidate, num_layers: int, *, knows_layers: bool) -> Rec
 
 
 def canonical_reading(reading: Reading, baseline: Candidate) -> Reading:
-    """The reading with its values as the candidate has them that the command amounts to.
+    """The reading with the values of the candidate that the command is equivalent to.
 
-    So nothing is taken for a change which only spells the same in canonical form: ZeRO of stage 2 on one device.
+    Otherwise different spellings of the same canonical form would count as changes, such as ZeRO stage 2 on one device.
     """
     configured = flat(baseline)
     return dataclasses.replace(
@@ -188,13 +193,13 @@ _BRACED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
 def templated_knobs(placeholders: Iterable[str]) -> frozenset[str]:
-    """Knobs of ours that a command with these placeholders is given."""
+    """Built-in knobs that a command with these placeholders receives."""
     names = ("micro_batch_size" if name == "total_micro_batch_size" else name for name in placeholders)
     return frozenset(names) & frozenset(KNOB_NAMES)
 
 
 def names_in(texts: Iterable[str]) -> list[str]:
-    """Names of the placeholders, each once, in order."""
+    """Names of the placeholders, without repetitions, in order."""
     found = (match[2] for text in texts for match in _BRACED.finditer(text))
     return list(dict.fromkeys(name for name in found if name))
 
@@ -211,7 +216,8 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def filled_run(run: Run, values: Mapping[str, str]) -> Run:
-    """The command with placeholders filled in; in files only those of known names, whose braces mean nothing else."""
+    """The command with placeholders filled in; in files only those with known names, since other braces have no
+    meaning."""
     return dataclasses.replace(
         run,
         argv=tuple(filled(word, values) for word in run.argv),
@@ -228,10 +234,11 @@ def _filled_file(text: str, values: Mapping[str, str]) -> str:
 
 
 def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: int | None) -> dict[str, str]:
-    """The value of every placeholder except ``{out}`` and the names of files; without a last step ``{steps}`` stays."""
+    """The value of every placeholder except ``{out}`` and the names of files. Without a last step, ``{steps}`` is
+    missing."""
     knobs = flat_params(candidate)
     if candidate.recompute == Recompute(full=layers_of(candidate.layout, workload.num_layers)):
-        knobs = {**knobs, "recompute": "full"}  # the word of sweep files, however many layers there are
+        knobs = {**knobs, "recompute": "full"}  # the word used in sweep files, regardless of the number of layers
     counts = {
         "accumulation": max(1, candidate.num_microbatches(workload.global_batch_size)),
         "total_accumulation": max(1, workload.global_batch_size // candidate.micro_batch_size),
@@ -246,16 +253,16 @@ def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: i
 
 
 SUFFIXES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
-"""Endings of files that count as source. Of others, which programs and exports write themselves (YAML, JSON, shell
-scripts), those count that the command names."""
+"""Suffixes of source files. Files with other suffixes that programs and exports write themselves (YAML, JSON, shell
+scripts) count only if the command names them."""
 SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist", "mlruns"})
-"""Folders that hold no source; hidden ones and virtual environments are left out, too."""
+"""Folders without source; hidden folders and virtual environments are also skipped."""
 PROGRAM = "program"
 """Name of the source's digest in the fingerprint of a sweep's environment."""
 MAX_FILES = 5_000
-"""More files are no training program: the rest is left out, and the tree says so."""
+"""Maximum number of files of a training program. The rest is omitted, and the tree records that."""
 MAX_BYTES = 4 << 20
-"""Larger files are data."""
+"""Larger files are treated as data."""
 _GIT_S = 5.0
 
 
@@ -266,30 +273,30 @@ class SourceTree:
     files: dict[str, str]
     """SHA-256 of each file by its path relative to the folder, sorted."""
     is_whole: bool = True
-    """False where there are more than :data:`MAX_FILES`."""
+    """False if there are more than :data:`MAX_FILES`."""
     commit: str = ""
-    """The commit that git has checked out there, with ``+`` where files were changed since; empty without git."""
+    """The commit checked out there, with ``+`` if files were changed since; empty without git."""
 
     @property
     def sha256(self) -> str:
-        """Equal exactly for equal files under equal names."""
+        """Equal if and only if files with equal names are equal."""
         return digest(self.files)
 
     def changed(self, other: dict[str, str]) -> tuple[str, ...]:
-        """Paths whose content differs, or that only one of both has."""
+        """Paths whose content differs, or that only one of the two has."""
         names = sorted({*self.files, *other})
         return tuple(name for name in names if self.files.get(name) != other.get(name))
 
 
 def program_source(script: Script) -> SourceTree | None:
-    """The source of a script and the files that its command names; None where it is not on this host."""
+    """The source of a script and the files that its command names; None if it is not on this host."""
     folder = Path(script.run.cwd)
     words = tuple(path for word in script.run.argv[1:] if (path := folder / word).suffix and path.is_file())
     return source_tree(folder, (*words, *(Path(path) for path in script.run.paths.values())))
 
 
 def source_tree(folder: Path, others: tuple[Path, ...] = ()) -> SourceTree | None:
-    """The source below ``folder``, and ``others``, the configuration files; None where it is not on this host."""
+    """The source below ``folder``, and ``others``, the configuration files; None if it is not on this host."""
     if not folder.is_dir():
         return None
     files: dict[str, str] = {}
@@ -315,13 +322,18 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 def _is_skipped(folder: Path) -> bool:
     name = folder.name
-    marks = ("pyvenv.cfg", "mlflow.db", "sweeps", "hook/tune_cluster_hook")  # a home of ours, an export with the hook
+    marks = (
+        "pyvenv.cfg",
+        "mlflow.db",
+        "sweeps",
+        "hook/tune_cluster_hook",
+    )  # a home of sweeps, or an export with the hook
     is_foreign = any((folder / mark).exists() for mark in marks)
     return is_foreign or name in SKIPPED or name.startswith(".") or name.endswith(".egg-info")
 
 
 def _sha256(path: Path) -> str | None:
-    """The file's digest; None for what is no file, cannot be read, or is data by its size."""
+    """The file's digest; None if it is not a file, cannot be read, or is data by its size."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             return None

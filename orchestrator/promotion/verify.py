@@ -536,6 +536,11 @@ class Verification:
         return (*((self.problem,) if self.problem else ()), *(f"{one.kind}: {one.text}" for one in open_ones))
 
     @property
+    def _open_kinds(self) -> tuple[Kind, ...]:
+        found = {one.kind for one in self.findings if one.is_open and one.kind not in self.ignored}
+        return tuple(kind for kind in KINDS if kind in found)
+
+    @property
     def answer(self) -> Answer:
         """The answer: drift takes precedence over inconclusive comparisons."""
         if self.drifted:
@@ -544,12 +549,12 @@ class Verification:
 
     @property
     def result(self) -> str:
-        """``no drift``, ``drift: driver, speed`` or ``could not verify: ...``, with the first reason."""
+        """``no drift``, ``drift: driver, speed`` or ``could not verify: speed``; the findings have the reasons."""
         match self.answer:
             case "drift":
                 return f"drift: {', '.join(self.drifted)}"
             case "could_not_verify":
-                return f"could not verify: {self.doubts[0]}"
+                return f"could not verify: {self.problem or ', '.join(self._open_kinds)}"
             case "no_drift":
                 return "no drift"
 

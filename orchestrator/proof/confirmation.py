@@ -226,9 +226,9 @@ def judge(
     ``rounded_away``: largest error of a trial's log speed by rounding of its reported times. In the worst case it is
     equal in all rounds, so more rounds do not remove it from an interval.
 
-    A finalist is no longer measured once it is shown not to be faster than the baseline, once its rank relative to the
-    leader is settled, or if the remaining rounds are not expected to show either. Rounds without it do not count for
-    it.
+    A finalist is no longer measured once it is shown not to be faster than the baseline, or once its rank relative to
+    the leader is settled. The same holds if the remaining rounds are not expected to show either. Rounds without it do
+    not count for it.
     """
     comparing = _Comparing(rounds, len(finalists), max(2, min_rounds), max_rounds, rounded_away or {})
     to_baseline = comparing.effects(finalists, baseline, "baseline")
@@ -701,8 +701,7 @@ def change(
         tolerance: tolerated relative loss.
         max_rounds: most rounds to measure today.
         rounded_away: largest errors today of the log speeds of configuration and baseline by rounding of reported
-            times.
-            Those of the promotion are assumed to be equal.
+            times. Those of the promotion are assumed to be equal.
     """
     last_look = max(first_look, max_rounds, len(now.own))
     own_off, baseline_off = rounded_away

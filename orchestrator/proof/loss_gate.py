@@ -247,7 +247,7 @@ class Curve:
         return next((step for step, (off, limit) in pairs if off > limit), None)
 
     @property
-    def silent(self) -> frozenset[int]:
+    def inconclusive(self) -> frozenset[int]:
         """Inconclusive steps: the twin exceeds the limit, or a run with different rounding may. Not the first step:
         with equal weights, no error has grown yet."""
         ahead = [self.twin[min(i + LEAD, len(self.twin) - 1) if i else 0] for i in range(len(self.twin))]
@@ -257,23 +257,24 @@ class Curve:
     @property
     def is_chaotic(self) -> bool:
         """Whether rounding alone makes so many steps exceed their limits that only the first can refute a run."""
-        return bool(self.silent) and len(self.informative) < MIN_INFORMATIVE_SHARE * len(self.limits)
+        return bool(self.inconclusive) and len(self.informative) < MIN_INFORMATIVE_SHARE * len(self.limits)
 
     @property
     def informative(self) -> tuple[int, ...]:
         """Comparable steps."""
-        return tuple(step for step in self._shares() if step not in self.silent)
+        return tuple(step for step in self._shares() if step not in self.inconclusive)
 
     @property
     def contradictions(self) -> tuple[int, ...]:
         """Steps beyond their limits with a deviation above this workload's noise."""
-        return tuple(step for step in self._unlike_twin if step not in self.silent)
+        return tuple(step for step in self._unlike_twin if step not in self.inconclusive)
 
     @property
-    def wild(self) -> tuple[int, ...]:
+    def beyond_noise(self) -> tuple[int, ...]:
         """Inconclusive steps in which the run's deviation still exceeds this workload's noise."""
         ahead = {
-            step: self.noise[min(step - 1 + LEAD, len(self.noise) - 1)] if self.noise else 0.0 for step in self.silent
+            step: self.noise[min(step - 1 + LEAD, len(self.noise) - 1)] if self.noise else 0.0
+            for step in self.inconclusive
         }
         return tuple(
             step for step in self._unlike_twin if step in ahead and (self.deviations[step - 1] or 0) > ahead[step]
@@ -700,7 +701,7 @@ def _doubts(found: LossComparison) -> Iterator[str]:
                 f"{unstable_from}, with a limit of {curve.limits[unstable_from - 1]:.2g}; only {useful} of "
                 f"{num_steps} steps are comparable"
             )
-        elif odd := (curve.contradictions or curve.wild):
+        elif odd := (curve.contradictions or curve.beyond_noise):
             step = max(odd, key=lambda step: curve.deviations[step - 1] or 0.0)
             yield (
                 f"the {name} deviates from that of the {found.compared_with} by up to "

@@ -480,11 +480,11 @@ def script_runs(state: SweepState, finalist: int, found: GateTrajectories) -> Sc
     if (one.layout.dp, one.micro_batch_size) != (other.layout.dp, other.micro_batch_size):
         differs = OTHER_SPLIT
     else:
-        differs = OTHER_DRAWS if _draws_otherwise(gate_runs(state, finalist)) else ""
+        differs = OTHER_DRAWS if _draws_differently(gate_runs(state, finalist)) else ""
     return ScriptRuns(baseline=found.baseline, again=found.twin, finalist=found.finalist, differs=differs)
 
 
-def _draws_otherwise(runs: Mapping[GateRole, Trial]) -> bool:
+def _draws_differently(runs: Mapping[GateRole, Trial]) -> bool:
     """Whether loading samples uses random numbers, and the finalist has a different number of loader workers."""
     measured = [runs["baseline"].measurement, runs["finalist"].measurement]
     facts = [one.findings.script.facts for one in measured if one is not None and one.findings.script is not None]

@@ -4,11 +4,11 @@ A user's program cannot be perturbed, and defines its losses itself. So the base
 the difference is the measure:
 
 - If the baseline repeats itself, losses that agree step by step within the errors of the number format pass. This is
-  the
-  strict way, for programs whose data order does not depend on the layout.
-- Single steps are not comparable if the baseline does not repeat itself, if the finalist splits the batch differently,
-  or if it loads samples that use random numbers with a different number of workers. Then the mean loss over all steps
-  must be in the baseline's *own band*, given by its fluctuation from step to step. The report includes its width.
+  the strict way, for programs whose data order does not depend on the layout.
+- Single steps are not comparable if the baseline does not repeat itself, or if the finalist splits the batch
+  differently. The same holds if samples use random numbers and the number of loader workers differs. Then the mean loss
+  over all steps must be in the baseline's *own band*, given by its fluctuation from step to step. The report includes
+  its width.
 
 
 See docs/loss-gate.md. Standard library only.

@@ -33,7 +33,8 @@ from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.units import Virtual, predicted_text, watermark_line
 from trials.files import to_json
-from trials.outcome import NotBelieved, duration
+from trials.outcome import HostOutOfMemory, NotBelieved, OutOfMemory, duration
+from trials.spec import Recompute, ScriptModel
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Final statuses of a trial, in display order."""
@@ -354,8 +355,8 @@ def headline(state: SweepState, summary: Summary) -> str:
         return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
     if verdict.conclusion == "keep":
         return f"Keep your current configuration: {_short(verdict.reason)}"
-    best = summary.best
-    fastest = f" Fastest so far: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    best = chosen_result(state, summary)
+    fastest = f" Fastest so far: {units.trial_id(best.trial.number)}." if best else ""
     return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
 
 
@@ -438,17 +439,41 @@ def _search_headline(state: SweepState, summary: Summary) -> str:
     if isinstance(baseline, NotBelieved):
         reported, seen = (duration(total_s / baseline.num_steps) for total_s in (baseline.reported_s, baseline.seen_s))
         return f"The baseline is not believed: it reports {reported} per step, but {seen} passed. Nothing was compared."
+    memory = _out_of_memory(state.baseline)
     if best is None:
-        return "Nothing was measured."
+        remedy = f" {_less_memory(state)}" if memory and state.is_over else ""
+        return " ".join(filter(None, (memory, f"Nothing was measured.{remedy}")))
     winner = f"{units.trial_id(best.trial.number)} at {units.rate(best.speed.value)} {summary.unit}"
     if compared is None:
-        return f"Fastest: {winner}; the baseline was not measured."
+        return f"Fastest: {winner}. {memory or 'The baseline was not measured.'}"
     if compared.verdict == "faster":
         gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
         return f"{gain[0].upper()}{gain[1:]} of your current configuration{_devices(state, best.trial)}: {winner}."
     if best.trial.number == 0:
         return f"Keep your current configuration: nothing measured is faster ({winner})."
     return f"Keep your current configuration: the difference of {winner} is within the noise."
+
+
+def _out_of_memory(trial: Trial | None) -> str:
+    """That the baseline ran out of memory, as a sentence; empty if it did not."""
+    match trial.outcome if trial is not None else None:
+        case OutOfMemory():
+            return "The baseline ran out of device memory."
+        case HostOutOfMemory():
+            return "The baseline ran out of host memory."
+        case _:
+            return ""
+
+
+def _less_memory(state: SweepState) -> str:
+    """What to set in `baseline` so that it fits, from what it has."""
+    candidate = state.trials[BASELINE].candidate
+    size = candidate.micro_batch_size
+    ways = [f"a micro_batch_size below {size}"] if size > 1 else []
+    is_ours = not isinstance(state.sweep.workload.model, ScriptModel)
+    ways += ["recompute: full"] if is_ours and candidate.recompute == Recompute() else []
+    ways += ["values that need less memory"] if not ways else []
+    return f"In `baseline`, set {' or '.join(ways)}, then submit it with --replace."
 
 
 def _proof_going_on(state: SweepState, summary: Summary) -> str:
@@ -486,9 +511,12 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 
 
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
-    """The trial shown with the baseline: the confirmed winner, else the fastest; None if that is the baseline."""
-    confirmed = state.winner if state.verdict is not None and state.verdict.winner is not None else None
-    best = result(confirmed, state.objective) if confirmed is not None else summary.best
+    """The trial shown with the baseline: the confirmed winner, else the finalist that the speed-up of the verdict is
+    of, else the fastest of the search; None if that is the baseline."""
+    number = summary.confirmed.trial if summary.confirmed is not None else None
+    if state.verdict is not None and state.verdict.winner is not None:
+        number = state.verdict.winner
+    best = summary.best if number is None else result(state.trials[number], state.objective)
     return best if best and best.trial.number != 0 else None
 
 

@@ -31,7 +31,7 @@ from cluster.cost.cost_model import (
 )
 from cluster.cost.generic import GenericInputs, generic_inputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import TIME, Array, Coefficients, CostInputs, FactoredInputs, Prior, distinct_rows, load_prior
-from cluster.cost.peak_memory import FOREIGN, KNOWN, Structure, apart, log_slopes, stage_bytes
+from cluster.cost.peak_memory import FOREIGN, KNOWN, Structure, distinct_structures, log_slopes, stage_bytes
 from cluster.cost.step_time import step_seconds
 from cluster.cost.work import work_of
 from cluster.hardware.topology import CatalogueError, ClusterDescription, Topology, describe_topology
@@ -238,7 +238,7 @@ def _different(structures: Sequence[Structure], x: Inputs) -> Sequence[tuple[Str
     if len(structures) == 1 or not isinstance(x, CostInputs):
         return [(KNOWN[0], x)]
     some = x.take(np.linspace(0, len(x) - 1, min(len(x), ROWS_TO_DISTINGUISH)).astype(int))
-    felt = [structure for structure, _ in apart(tuple(structures), some)]
+    felt = [structure for structure, _ in distinct_structures(tuple(structures), some)]
     likeliest = sorted(felt, key=lambda structure: -structure.probability)[: max(1, MAX_ROWS // len(x))]
     in_full = x.take(slice(None))  # structures replace whole columns
     return [(structure, structure.of(in_full)) for structure in likeliest]

@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 # ---- The guided sampler on a sweep: turns its state into observations, and a proposal into a candidate with a reason
 #
-# At first it learns after every ended trial, later after every twelfth part of them, or after a third of the trials
-# that run at the same time. In between, its proposals count as measured at their expected times. A resumed sweep
-# reconstructs the start of its round, and the observations then, from its state.
+# At first it learns after every ended trial. Later it learns once their number has grown by a twelfth, or by a third of
+# the trials that run at the same time. In between, its proposals count as measured at their expected times. A resumed
+# sweep reconstructs the start of its round, and the observations then, from its state.
 #
-# Learning after every trial instead took 57 ms of search per trial rather than 7, over the first 1,000 trials of
-# ``benchmarks.scale.controller`` with 200 in flight and 21,072 candidates, and 80 ms per trial towards their end;
-# with 20 in flight, 66 ms rather than 6.
+# Learning after every trial is slower. Over the first 1,000 trials of ``benchmarks.scale.controller``, with 21,072
+# candidates and 200 trials in flight, the search took 57 ms per trial rather than 7, and 80 ms towards the end. With 20
+# in flight, it took 66 ms rather than 6.
 #
 # The *residual* corrects predictions by measurements: :mod:`orchestrator.search.acquisition`.
 
@@ -548,11 +548,10 @@ class Search:
             restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
         guide: the guided sampler; without it, ``guided`` proposes like ``tpe``.
         stop_when_converged: end once the guide expects nothing better, not only with the budget.
-            beyond: the space that contains ``candidates``, if it was too large to enumerate. Conditional TPE and random
-                draws
-                then cover the whole space; ``guided`` uses it once its guide has no more candidates.
-            custom_memory: known memory effects of custom knobs.
-            inside: the user program's knobs that are set within its code.
+        beyond: the space that contains ``candidates``, if it was too large to enumerate. Conditional TPE and random
+            draws then cover the whole space; ``guided`` uses it once its guide has no more candidates.
+        custom_memory: known memory effects of custom knobs.
+        inside: the user program's knobs that are set within its code.
     """
 
     def __init__(

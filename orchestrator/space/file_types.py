@@ -315,8 +315,8 @@ def _pattern(value: str) -> str:
 
 
 class RecomputeSection(Section):
-    """What to recompute instead of keeping it. Each number: `all`, n (the first n layers of every chunk and stage),
-    a list (one per stage) or a list of such lists (one per chunk)."""
+    """Layers to recompute instead of keeping their activations. Each count is `all`, n (the first n layers of every
+    chunk and stage), a list (one count per stage) or a list of such lists (one per chunk)."""
 
     full: CountValue = Field(default=0, description="Layers that keep only their input.")
     select: dict[Annotated[str, AfterValidator(_pattern)], CountValue] = Field(
@@ -394,7 +394,7 @@ def _stage_counts(value: Any) -> Counts:
 
 
 class StageLayersSection(Section):
-    """Uneven layers per stage, either way; a list has one number per stage, a list of lists one such list per chunk."""
+    """Uneven layers per stage, as `offset` or `counts`: a list with one number per stage, or such a list per chunk."""
 
     offset: Annotated[Any, BeforeValidator(_offsets), WithJsonSchema({"anyOf": _lists(-_MAX_LAYERS)})] = Field(
         default=None,

@@ -135,6 +135,11 @@ def is_inside(name: str) -> bool:
     return name.startswith(f"{INSIDE}:")
 
 
+def inside_name(name: str) -> str:
+    """The name of a knob below ``space.inside``; of any other knob its name."""
+    return name.removeprefix(f"{INSIDE}:")
+
+
 def in_order(knobs: Sequence[CustomKnob]) -> tuple[CustomKnob, ...]:
     """Sort the knobs by name, each after the knobs in its conditions.
 

@@ -1,7 +1,7 @@
-"""A copy of a sweep's folded state, saved in its ledger from time to time: readers then decode only later events.
+"""A copy of a sweep's folded state, saved in its ledger from time to time, so that readers decode only later events.
 
-The events remain the only source of truth. Copies made by other code are ignored, and a missing copy only costs time.
-Trials are saved in separate blocks, which are decoded on first use.
+The events remain the only source of truth. Copies by other versions of the code are ignored. A missing copy only costs
+time. Trials are saved in separate blocks, which are decoded on first use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from orchestrator.sweep.state import Block, LazyBlock, SweepState, Trial, Vector
 from trials.files import from_json, to_json
 
 MIN_EVENTS = 256
-"""Number of new events that justify another copy; fewer are quickly decoded."""
+"""Least number of new events for another copy; fewer are quickly decoded."""
 
 CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "state")),
@@ -50,8 +50,8 @@ CODE = (
 
 
 def read(ledger: Ledger) -> tuple[int, SweepState]:
-    """The number of the last event in the copy, and the state after it; 0 and an empty state if it is missing or
-    damaged.
+    """Return the number of the last event in the copy, and the state after it; 0 and an empty state if the copy is
+    missing or damaged.
 
     Raises:
         LedgerError: the ledger cannot be read.
@@ -73,7 +73,7 @@ def _unpacked(parts: Sequence[bytes]) -> tuple[int, SweepState]:
 
 
 class CheckpointWriter:
-    """Keeps the copy in the ledger of a running sweep up to date."""
+    """Keeps the copy in a running sweep's ledger up to date."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -82,7 +82,7 @@ class CheckpointWriter:
         self._written: tuple[Block[Trial], ...] = ()
         """Blocks as stored in the ledger."""
         self._bodies: dict[int, bytes] = {}
-        """Last written content of blocks that the state holds unpacked."""
+        """Last written content of blocks that are unpacked in the state."""
 
     def write_if_due(self, min_events: int = MIN_EVENTS) -> None:
         """Write a new copy if there are at least ``min_events`` events since the last one.
@@ -113,7 +113,7 @@ class CheckpointWriter:
         }
         parts = {0: json.dumps(header).encode(), **{i + 1: body for i, body in bodies.items()}}
         self._ledger.put_checkpoint(parts, 1 + len(blocks))
-        # Blocks that no longer change are held packed from here on, to avoid holding their trials twice.
+        # Blocks that no longer change stay packed from now on, to avoid holding their trials twice.
         unchanged = {i: body for i, body in self._bodies.items() if i not in bodies}
         kept = [_lazy(len(block), unchanged[i]) if i in unchanged else block for i, block in enumerate(blocks)]
         self._state = replace(self._state, trials=Vector.of_blocks(kept))
@@ -129,14 +129,14 @@ def _lazy(size: int, packed: bytes) -> LazyBlock[Trial]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of a field as JSON; the codec does not know vectors and sets."""
+    """Convert a field's value to JSON; the codec does not support vectors and sets."""
     if isinstance(value, Vector):
         return [to_json(item) for item in value]
     return sorted(value) if isinstance(value, frozenset) else to_json(value)
 
 
 def _revived(hint: Any, value: Any) -> Any:
-    """The value of a field of type ``hint``, back from :func:`_plain`."""
+    """Convert a field's value of type ``hint`` back, the inverse of :func:`_plain`."""
     origin = typing.get_origin(hint)
     if origin not in (Vector, frozenset):
         return from_json(hint, value)
@@ -146,21 +146,21 @@ def _revived(hint: Any, value: Any) -> Any:
 
 @functools.cache
 def _plain_fields() -> dict[str, Any]:
-    """Types of the state's fields by name, trials left out."""
+    """Return the types of the state's fields by name, except trials."""
     hints = typing.get_type_hints(SweepState)
     return {field.name: hints[field.name] for field in fields(SweepState) if field.name != "trials"}
 
 
 @functools.cache
 def _code_version() -> str:
-    """Digest of the code that this process runs."""
+    """Return the digest of this process's code."""
     found = hashlib.sha256()
     for name in CODE:
         found.update(Path(str(sys.modules[name].__file__)).read_bytes())
     return found.hexdigest()
 
 
-_code_version()  # now: later, an update may have replaced the imported files
+_code_version()  # now, before an update can replace the imported files
 
 
 # Delivery of the ledger's entries to another system, in order, at that system's pace.
@@ -170,14 +170,14 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
 _TURN_S = 5.0
-"""A delivery that is not urgent yields after this time, so that the sweep is not delayed."""
+"""Time limit of a delivery that is not urgent, in seconds, so that the sweep is not delayed."""
 
 
 class Outbox:
     """Delivers every entry behind the ledger's cursor ``name``, and moves the cursor only after success.
 
     Args:
-        on_outage: receives the first error of an outage, for a message to people.
+        on_outage: receives the first error of an outage, for a message to users.
     """
 
     def __init__(self, name: str, on_outage: Callable[[Exception], None]) -> None:
@@ -213,7 +213,8 @@ class Outbox:
         return num_delivered
 
     def _fold_to(self, ledger: Ledger, entry: LedgerEntry) -> SweepState:
-        """From the last state if it directly precedes the entry, else from the checkpoint or the beginning."""
+        """Fold up to the entry: from the last state if it directly precedes it, else from the checkpoint or the
+        start."""
         if self._folded and self._folded[0] == entry.seq - 1:
             return apply(self._folded[1], entry.event)
         seq, state = read(ledger)
@@ -242,44 +243,45 @@ RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "not_believed", "stopped_
 
 
 def action(name: Action) -> dict[str, Any]:
-    """The request to pause, drain or cancel."""
+    """Create the request to pause, drain or cancel."""
     return {"action": name}
 
 
 def retry(kinds: Collection[str]) -> dict[str, Any]:
-    """The request to launch trials again that ended in one of these kinds."""
+    """Create the request to launch trials again that ended in one of these kinds."""
     return {"action": "retry", "kinds": sorted(kinds)}
 
 
 def checks(*, confirm: Collection[int] = (), profile: Collection[int] = ()) -> dict[str, Any]:
-    """The request to confirm or profile these trials."""
+    """Create the request to confirm or profile these trials."""
     return {"action": "check", "confirm": list(confirm), "profile": list(profile)}
 
 
 def budget(limits: Budget) -> dict[str, Any]:
-    """The request to continue with this budget."""
+    """Create the request to continue with this budget."""
     return {"action": "budget", "budget": to_json(limits)}
 
 
 def note(
     *, trial: int | None, text: str | None, tags: Mapping[str, str], removed_tags: Collection[str]
 ) -> dict[str, Any]:
-    """The request to change the note on the sweep or on a trial, see :class:`orchestrator.sweep.events.Annotated`."""
+    """Create the request to change the note on the sweep or on a trial, see
+    :class:`orchestrator.sweep.events.Annotated`."""
     return {"action": NOTE, "trial": trial, "text": text, "tags": dict(tags), "removed_tags": sorted(removed_tags)}
 
 
 def requester() -> str:
-    """Requester: user and host."""
+    """Return the requester: user and host."""
     return f"{user_name()}@{platform.node()}"
 
 
 def last_request(ledger: Ledger) -> int:
-    """Number of the latest request; 0 if there is none."""
+    """Return the number of the latest request; 0 if there is none."""
     return max((request.id for request in ledger.requests(0)), default=0)
 
 
 def new_events(ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None) -> Iterator[RequestEvent]:
-    """Requests since ``state``, as events; with ``up_to``, only up to that one."""
+    """Yield requests since ``state`` as events; with ``up_to``, only up to that one."""
     for request in ledger.requests(state.num_requests):
         if up_to is None or request.id <= up_to:
             yield _event(request, state, at_s)
@@ -301,7 +303,7 @@ def _event(request: Request, state: SweepState, at_s: float) -> RequestEvent:
 
 
 def annotated(request: Request, at_s: float) -> Annotated:
-    """The event of a request made by :func:`note`."""
+    """Return the event of a request made by :func:`note`."""
     body = request.body
     return Annotated(
         at_s=at_s,
@@ -316,5 +318,5 @@ def annotated(request: Request, at_s: float) -> Annotated:
 
 
 def chosen(state: SweepState, kinds: Collection[str]) -> tuple[int, ...]:
-    """Numbers of the trials that ended in one of ``kinds`` and can be launched again."""
+    """Return the numbers of trials that ended in one of ``kinds`` and can be launched again."""
     return tuple(trial.number for trial in state.trials if trial.status in kinds and is_retriable(state, trial.number))

@@ -15,14 +15,14 @@ from trials.files import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
-# Values in the ledger's events: checks, proofs, verdicts, predictions, hardware, why a sweep ended.
+# Values in the ledger's events: checks, proofs, verdicts, predictions, hardware, causes of a sweep's end.
 #
 # A *check* is a trial that tests instead of searching: it runs the candidate of an earlier trial again. The search
 # never learns from checks, and they do not count as its trials.
 
 
 class FinishCause(StrEnum):
-    """Why a sweep ended. The event's ``reason`` has it in words, with numbers."""
+    """Cause of a sweep's end. The event's ``reason`` describes it, with numbers."""
 
     BUDGET_TRIALS = "budget_trials"
     BUDGET_DEVICE_HOURS = "budget_device_hours"
@@ -51,7 +51,7 @@ class FinishCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Why a sweep or its search ends: as a value for programs, and in words for people."""
+    """Cause of the end of a sweep or its search: a value for programs, and words for users."""
 
     cause: FinishCause
     reason: str
@@ -59,7 +59,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The nodes a sweep was created for, all alike."""
+    """The nodes a sweep was created for, all equal."""
 
     num_nodes: int
     devices_per_node: int
@@ -68,7 +68,7 @@ class Hardware:
 
     @classmethod
     def of(cls, topology: Topology) -> Self:
-        """Hardware of ``topology``, from its first node."""
+        """Return the hardware of ``topology``, from its first node."""
         first = topology.nodes[0]
         return cls(
             num_nodes=len(topology.nodes),
@@ -79,7 +79,7 @@ class Hardware:
 
 
 GateRole = Literal["baseline", "twin", "finalist", "reference", "finalist_reference", "reference_twin"]
-"""The role of a gate run. The references are the baseline and the finalist in fp32 (O0). A twin is the baseline, or the
+"""Role of a gate run. The references are the baseline and the finalist in fp32 (O0). A twin is the baseline, or the
 counterpart of the finalist's reference, with initial weights perturbed by rounding errors."""
 
 
@@ -105,7 +105,7 @@ class GateRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRun:
-    """One longer run of ``finalist`` or of the baseline, to check whether its speed lasts."""
+    """A longer run of ``finalist`` or of the baseline, to check whether its speed lasts."""
 
     kind: ClassVar[str] = "soak"
     of: int
@@ -113,7 +113,7 @@ class SoakRun:
     finalist: int
     """The finalist of the soak."""
     number: int
-    """Pair of runs, from 0."""
+    """Number of the pair of runs, from 0."""
     num_steps: int
     expected_s: float
     """Expected duration at the speed of the rounds, in seconds."""
@@ -147,7 +147,7 @@ class PromotedRounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmSettings:
-    """How finalists are confirmed."""
+    """Settings for confirming finalists."""
 
     num_finalists: int = 3
     min_rounds: int = 3
@@ -160,12 +160,12 @@ class ConfirmSettings:
     """Length of the longer run before a winner is confirmed, in seconds; None: as long as the rounds together, see
     :data:`orchestrator.proof.confirmation.MIN_SOAK_S`; 0: no such run."""
     promoted: PromotedRounds | None = None
-    """Set in a verification: rounds continue until they show whether the finalist has become slower since then."""
+    """Set in a verification: rounds continue until they show whether the finalist is slower than then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSettings:
-    """How the loss gate judges. Tolerances are relative; None: those of the precision class."""
+    """Settings of the loss gate. Tolerances are relative; None: those of the precision class."""
 
     num_steps: int = 20
     loss_tolerance: float | None = None
@@ -184,7 +184,7 @@ class ProofSettings:
 
 
 GateAnswer = Literal["passed", "failed", "inconclusive"]
-"""It trains the same model; it does not; unknown."""
+"""Trains the same model; does not; unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class StepsJudged:
     num_beyond: int
     """Steps beyond their limit."""
     num_allowed: int
-    """Allowed number of steps beyond their limit: due to rounding alone, or by the rule for gradient norms."""
+    """Allowed number of steps beyond their limit: by rounding alone, or by the rule for gradient norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class GateReport:
     trial: int
     passed: bool
     reasons: tuple[str, ...]
-    """Why it does not train the same model, each a sentence for people; empty unless it failed."""
+    """Reasons why it does not train the same model, each a sentence; empty unless it failed."""
     precision_class: str
     """Name of the tolerances, e.g. ``bfloat16 O1 against float32``."""
     compared_with: Literal["baseline", "reference"]
@@ -218,11 +218,11 @@ class GateReport:
     """Relative, in the deciding step, like the tolerance; None if there is none (not finite, run failed)."""
     grad_norm_deviation: float | None
     notes: tuple[str, ...] = ()
-    """Notes although it passed, e.g. that no reference could be trained."""
+    """Notes even if it passed, such as that no reference could be trained."""
     doubts: tuple[str, ...] = ()
-    """Why it is inconclusive, each a sentence for people; else empty."""
+    """Reasons why it is inconclusive, each a sentence; else empty."""
     remedy: str = ""
-    """How to make the gate conclusive, a sentence; empty if it is."""
+    """Way to make the gate conclusive, a sentence; empty if it is."""
     twin_loss_deviation: float | None = None
     """Maximum relative difference of losses between the reference run and its twin; None without a twin."""
     twin_grad_norm_deviation: float | None = None
@@ -239,7 +239,7 @@ class GateReport:
 
     @property
     def objections(self) -> tuple[str, ...]:
-        """Why it did not pass: the reasons, or else the doubts."""
+        """Reasons why it did not pass, or else the doubts."""
         return self.reasons or self.doubts
 
 
@@ -250,7 +250,7 @@ class Evaluation:
     trial: int
     passed: bool
     exit_code: int | None
-    """None: it could not be started, or was killed at its deadline."""
+    """None: not started, or killed at its deadline."""
     output_tail: tuple[str, ...] = ()
 
 
@@ -291,7 +291,7 @@ class SoakReport:
 
     trial: int
     answer: Literal["passed", "failed", "inconclusive"]
-    """``inconclusive``: a run was lost, not caused by the finalist, or steps varied too much."""
+    """``inconclusive``: a run was lost through no fault of the finalist, or steps varied too much."""
     num_steps: int = 0
     """Steps of the finalist's runs."""
     seconds: float = 0.0
@@ -301,7 +301,7 @@ class SoakReport:
     last: RatioInterval | None = None
     """The same in the last third, which decides."""
     reason: str = ""
-    """Why it did not pass, as a sentence without its subject; empty if it passed."""
+    """Reason why it did not pass, a sentence without subject; empty if it passed."""
     notes: tuple[str, ...] = ()
     """Further findings of the runs, such as growing memory."""
     memory: SoakMemory | None = None
@@ -309,7 +309,7 @@ class SoakReport:
 
 
 DisqualifiedBy = Literal["gate", "evaluation", "soak", "failure"]
-"""The loss gate, the custom evaluation, the longer run, a run of the proof that failed or was not believed."""
+"""The loss gate, the user's evaluation, the longer run, or a failed or implausible run of the proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +323,7 @@ class Disqualified:
 
 
 Conclusion = Literal["confirmed", "keep", "unconfirmed", "rehearsed"]
-"""A finalist is faster with matching loss; none is: keep the current configuration; inconclusive; on a simulated
+"""A finalist is faster with matching loss; none is, so keep the current configuration; inconclusive; or, on a simulated
 cluster, one is predicted to be faster, which proves nothing."""
 
 
@@ -335,7 +335,7 @@ class Verdict:
     winner: int | None
     """The finalist to use; None unless confirmed or rehearsed."""
     reason: str
-    """One sentence for people."""
+    """Reason, one sentence."""
     speedup: RatioInterval | None = None
     """Speed-up of the winner, or of the fastest finalist without a winner."""
     tied_with: tuple[int, ...] = ()
@@ -352,14 +352,14 @@ class Verdict:
     """Measured trials with all values shared by the disqualified ones, and excluded for that reason."""
 
     def soak(self, trial: int) -> SoakReport | None:
-        """The report on the longer runs of ``trial``; None without any."""
+        """Return the report on the longer runs of ``trial``; None without any."""
         return next((one for one in self.soaks if one.trial == trial), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedResult:
-    """Prediction for a candidate, by the cost model or typical effects of knobs, corrected by the trials known when it
-    was proposed."""
+    """Prediction for a candidate, by the cost model or typical effects of knobs, corrected by the trials known at its
+    proposal."""
 
     step_time_s: float
     log_spread: float
@@ -372,11 +372,11 @@ class PredictedResult:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The next candidate and why."""
+    """The next candidate, with a reason."""
 
     candidate: Candidate
     reason: str
-    """For people."""
+    """Reason, for display."""
     expected: PredictedResult | None = None
     """None without a prediction."""
 
@@ -413,7 +413,7 @@ class Budget:
     strikes_per_node: int = 3
     """Consecutive faults attributed to a node before it is no longer used."""
     patience: int | None = None
-    """Trials that ended one after another without any being the best so far (:attr:`SweepState.best_trial`)."""
+    """Most consecutive ended trials without a new best one (:attr:`SweepState.best_trial`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +429,7 @@ class SweepCreated:
     max_concurrent: int
     num_legal: int
     hardware: str
-    """The topology's label, e.g. ``1x8 NVIDIA H200``, for people."""
+    """The topology's label, such as ``1x8 NVIDIA H200``."""
     devices: Hardware
     """The nodes of ``hardware``."""
     cluster_kind: ClusterKind
@@ -460,13 +460,14 @@ class SweepCreated:
         return self.devices.num_nodes * self.devices.devices_per_node
 
     def trial_key(self, candidate: Candidate) -> str:
-        """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys are comparable."""
+        """Return the identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys are
+        comparable."""
         return digest([candidate.config_key, to_json(self.workload), dict(self.fingerprint)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStarted:
-    """A controller took the ledger, whose lock keeps others out; ``epoch`` grows by one each time."""
+    """A controller took the ledger, locking out others; ``epoch`` grows by one each time."""
 
     kind: ClassVar[str] = "controller_started"
     at_s: float
@@ -474,7 +475,7 @@ class ControllerStarted:
     pid: int
     host: str
     is_restart: bool = False
-    """It was started by its supervisor, not a person: requests to the one before remain in effect."""
+    """Whether its supervisor, not a user, started it. Then requests to the previous one remain in effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,7 +503,7 @@ class TrialsRetried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChanged:
-    """The sweep's new budget. Reopens a sweep that ended because the former one was spent."""
+    """The sweep's new budget. Reopens a sweep that ended because the former budget was spent."""
 
     kind: ClassVar[str] = "budget_changed"
     at_s: float
@@ -549,7 +550,7 @@ class TrialProposed:
     candidate: Candidate
     origin: Origin
     reason: str
-    """Why it was proposed, for people."""
+    """Reason for the proposal, for display."""
     expected: PredictedResult | None = None
     """Its prediction, if any."""
     check: Check | None = None
@@ -567,7 +568,7 @@ class FinalistsChosen:
     first_check: int
     """Number of the next trial: checks before it belong to an earlier proof."""
     cause: FinishCause
-    """Why the search ended; ``reason`` has it in words."""
+    """Cause of the search's end; ``reason`` describes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -625,7 +626,7 @@ class Promoted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptLaunched:
-    """Written before the gang is started."""
+    """An attempt is about to start. Written before its gang starts."""
 
     kind: ClassVar[str] = "attempt_launched"
     at_s: float
@@ -639,7 +640,7 @@ class AttemptLaunched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStopped:
-    """The attempt with this token is to be killed: its first steps were too slow. Written before it is."""
+    """The attempt with this token is to be killed: its first steps were too slow. Written before the kill."""
 
     kind: ClassVar[str] = "attempt_stopped"
     at_s: float
@@ -662,14 +663,14 @@ class AttemptEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidatesPruned:
-    """Trial ``witness`` ran out of memory, or its program refused a knob, and with it candidates that need as much, or
-    have that knob: ``rules`` counts them by rule."""
+    """Trial ``witness`` ran out of memory, or its program refused a knob. This rules out candidates that need as much
+    memory, or have that knob: ``rules`` counts them by rule."""
 
     kind: ClassVar[str] = "candidates_pruned"
     at_s: float
     witness: int
     rules: Mapping[str, int]
-    """Rule id (``oom-<knob>``, ``oom-several``, ``refused-<knob>``) to the number of candidates it rules out."""
+    """By rule id (``oom-<knob>``, ``oom-several``, ``refused-<knob>``), the number of candidates ruled out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -698,7 +699,7 @@ class SweepFinished:
     at_s: float
     status: SweepEnd
     reason: str
-    """The cause in words, for people."""
+    """The cause in words."""
     cause: FinishCause
 
 
@@ -826,5 +827,5 @@ Command = Propose | ChooseFinalists | ProposeCheck | Evaluate | Conclude | SetAs
 
 
 def sweep_id(created: SweepCreated) -> str:
-    """Identity of a sweep across machines: two sweeps of one name started at different times are different."""
+    """Return the identity of a sweep across machines: it differs for sweeps of one name started at different times."""
     return digest([created.sweep, created.spec_hash, created.at_s])[:16]

@@ -61,12 +61,12 @@ ProofEvent = FinalistsChosen | EvaluationEnded | FinalistsDisqualified | Verdict
 
 
 def fold(events: Iterable[Event]) -> SweepState:
-    """The state after ``events``."""
+    """Return the state after ``events``."""
     return reduce(apply, events, SweepState())
 
 
 def apply(state: SweepState, event: Event) -> SweepState:
-    """The state after ``event``. Events about unknown or stale attempts only change the time."""
+    """Return the state after ``event``. Events about unknown or stale attempts change only the time."""
     state = _advance_clock(state, event)
     if isinstance(event, TrialEvent):
         return _apply_to_trial(state, event)
@@ -153,7 +153,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
 
 
 def _apply_disqualified(state: SweepState, event: FinalistsDisqualified) -> SweepState:
-    """Reopens the search if a disqualified trial had ended it; the trials it had stopped wait again."""
+    """Reopen the search if a disqualified trial had ended it; the trials it had stopped wait again."""
     assert state.proof is not None, "finalists belong to a proof"
     again = tuple(number for number in event.reopened if is_retriable(state, number))
     kept = Vector(number for number in state.end_order if number not in again) if again else state.end_order
@@ -171,7 +171,7 @@ def _apply_disqualified(state: SweepState, event: FinalistsDisqualified) -> Swee
 
 
 def _with_disqualified(state: SweepState, verdict: Verdict) -> SweepState:
-    """The state in which the trials that the verdict rules out are no longer among the fastest; its winner is."""
+    """Remove trials ruled out by the verdict from the fastest, and include its winner."""
     out = {one.trial: one for one in (*state.disqualified, *verdict.disqualified) if one.trial != verdict.winner}
     left_out = verdict.left_out
     if (tuple(out.values()), left_out) == (state.disqualified, state.left_out):
@@ -186,15 +186,15 @@ def _with_disqualified(state: SweepState, verdict: Verdict) -> SweepState:
 
 
 def _advance_clock(state: SweepState, event: Event) -> SweepState:
-    """Time without a controller, or without nodes, does not count as active."""
+    """Advance the time. Time without a controller or nodes does not count as active."""
     is_idle = isinstance(event, ControllerStarted | SweepCreated) or state.nodes == () or state.status != "running"
     elapsed = 0.0 if is_idle else max(0.0, event.at_s - state.now_s)
     return replace(state, now_s=event.at_s, active_s=state.active_s + elapsed)
 
 
 def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
-    """A new controller resumes a paused sweep: starting it overrides earlier requests. A cancellation remains: it must
-    not be undone by accident."""
+    """Resume a paused sweep: starting a controller overrides earlier requests. A cancellation remains, so that it is
+    not undone by accident."""
     status: SweepStatus = "running" if state.status == "paused" else state.status
     return replace(
         state,
@@ -208,7 +208,7 @@ def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
 
 
 def _apply_action(state: SweepState, event: ActionRequested) -> SweepState:
-    """Nothing overrides a cancellation."""
+    """Record the request. Nothing overrides a cancellation."""
     if state.is_over or state.requested_action == "cancel":
         return state
     return replace(state, requested_action=event.action, requested_by=event.by)
@@ -229,7 +229,7 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
-    """Ended, unmeasured trials wait again, and the candidates they ruled out are available again."""
+    """Let ended, unmeasured trials wait again, and reopen the candidates they ruled out."""
     again = tuple(number for number in event.trials if is_retriable(state, number))
     if not again or state.status == "cancelled" or spent_by_search(state):
         return state
@@ -246,7 +246,7 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
 
 
 def _without_proof(state: SweepState) -> tuple[int, ...]:
-    """The waiting trials, without checks of a finished proof."""
+    """Return the waiting trials, without checks of a finished proof."""
     over = ConfirmationRun | GateRun | SoakRun
     return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
 
@@ -262,8 +262,8 @@ def _apply_checks_requested(state: SweepState, event: ChecksRequested) -> SweepS
 
 
 def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
-    """If the former budget ended the search and this one does not, the search continues, with a new proof; if it cut
-    the proof short, the proof continues."""
+    """Change the budget. If the former one ended the search and this one does not, the search continues, with a new
+    proof. If it cut the proof short, the proof continues."""
     if state.status == "cancelled":
         return state
     changed = replace(state, created=replace(state.sweep, budget=event.budget))
@@ -291,7 +291,7 @@ def _apply_annotated(state: SweepState, event: Annotated) -> SweepState:
 
 
 def _changed_note(note: Note | None, event: Annotated) -> Note | None:
-    """The note after the event; None if nothing is left of it."""
+    """Return the note after the event; None if nothing is left of it."""
     before = note or Note()
     kept = {key: value for key, value in before.tags.items() if key not in event.removed_tags}
     text, tags = before.text if event.text is None else event.text, {**kept, **event.tags}
@@ -305,14 +305,14 @@ def _is_cut_short(state: SweepState, proof: ProofState) -> bool:
 
 
 def _opened(state: SweepState) -> SweepState:
-    """Reopens a sweep that is over."""
+    """Reopen a sweep that is over."""
     if not state.is_over:
         return state
     return replace(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
 
 
 def is_retriable(state: SweepState, number: int) -> bool:
-    """Whether the trial has ended without being measured, and is not about to be launched again anyway."""
+    """Whether the trial ended unmeasured and is not about to be launched again anyway."""
     if not 0 <= number < len(state.trials) or number in state.waiting or state.trials[number].check is not None:
         return False
     return isinstance(state.trials[number].outcome, Failure)
@@ -383,7 +383,7 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
 
 
 def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
-    """The state with ``trial`` in place of ``before``, which has the same number."""
+    """Replace ``before`` by ``trial``, which has the same number."""
     trials = state.trials.with_item(trial.number, trial)
     if trial.check is not None or trial.status == before.status:
         return replace(state, trials=trials)
@@ -424,7 +424,7 @@ def _saved_device_seconds(state: SweepState) -> float:
 
 
 def _is_launched_again(state: SweepState, trial: Trial, outcome: Outcome) -> bool:
-    """``trial`` has ended with ``outcome`` already."""
+    """Whether ``trial``, already ended with ``outcome``, is launched again."""
     budget = state.sweep.budget
     if isinstance(outcome, HostOutOfMemory):
         return trial.num_host_ooms < budget.host_ooms_per_trial
@@ -436,7 +436,7 @@ def _is_lost(outcome: Outcome) -> bool:
 
 
 def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Consecutive faults attributed to a node put it into quarantine; a measurement there clears them."""
+    """Count faults of nodes: consecutive ones put a node into quarantine; a measurement there clears them."""
     if isinstance(outcome, Measured):
         cleared = state.strikes.keys() & {device.node for device in trial.attempts[-1].ranks}
         left = {node: count for node, count in state.strikes.items() if node not in cleared}
@@ -454,7 +454,7 @@ def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
 
 
 def blamed_node(outcome: Outcome) -> str | None:
-    """The node that may have caused the outcome: lost nodes, and those on which a rank hung."""
+    """Return the node that may have caused the outcome: a lost node, or one on which a rank hung."""
     match outcome:
         case GangLost(cause="infrastructure") | TimedOut():
             return outcome.evidence.node
@@ -463,7 +463,7 @@ def blamed_node(outcome: Outcome) -> str | None:
 
 
 def _rank(state: SweepState, trial: Trial) -> SweepState:
-    """The state with a newly ended trial ranked among the fastest, if it is one."""
+    """Rank a newly ended trial among the fastest, if it is one."""
     if trial.check is not None or trial.measurement is None or state.is_disqualified(trial.number):
         return state
     key = -state.objective.score(trial.measurement), trial.number

@@ -1,8 +1,8 @@
 """The ledger: a sweep's events, append-only, in SQLite. The only source of truth.
 
-Everything else is a projection: the state is a fold over the events, Optuna's study is rebuilt from the state, and
-MLflow is fed from the events behind a cursor, so that an outage of either loses no result. Every row has a checksum and
-events have no gaps: damage is reported with its location, and never folded.
+Everything else is a projection. The state is a fold over the events, and Optuna's study is rebuilt from the state.
+MLflow follows the events with a cursor, so that an outage loses no result. Every row has a checksum and events have no
+gaps: damage is reported with its location, and never folded.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ CREATE TRIGGER IF NOT EXISTS events_keep BEFORE DELETE ON events BEGIN SELECT RA
 FILE_NAME = "ledger.sqlite"
 _LOCK_NAME = "controller.lock"
 _BUSY_S = 30.0
-"""How long to wait while another process writes."""
+"""Longest wait while another process writes, in seconds."""
 MAX_RECENT = 4096
 """Number of recent entries that the writer caches, to avoid reading and decoding them again."""
 
 _SELECT_EVENTS = "SELECT seq, kind, body, checksum FROM events"
 _PAGE_SIZE = 64
-"""Events read at once when going backwards."""
+"""Events per read when reading backwards."""
 _INSERT_EVENT = """INSERT INTO events (seq, kind, body, checksum)
 SELECT next, ?1, ?2, checksum(next, ?1, ?2)
 FROM (SELECT coalesce(max(seq), 0) + 1 AS next FROM events), fence
@@ -76,7 +76,7 @@ WHERE ?3 IS NULL OR epoch = ?3
 
 
 class LedgerError(RuntimeError):
-    """The ledger cannot be read or written; earlier records are not lost."""
+    """Failure to read or write the ledger. Earlier records are not lost."""
 
 
 class SweepBusyError(LedgerError):
@@ -167,7 +167,7 @@ class Ledger:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the only writer while inside; the lock ends with the process.
+        """Be the only writer within the context. The lock ends with the process.
 
         Raises:
             SweepBusyError: another process holds it.
@@ -179,13 +179,13 @@ class Ledger:
                     f"another controller is running the sweep {name}: process {_holder(lock)}. Follow it with"
                     f" `tune-cluster watch {name}`, or stop it with `tune-cluster pause {name}`"
                 )
-            with contextlib.suppress(OSError):  # a full disk: only the lock matters, the number is for people
+            with contextlib.suppress(OSError):  # a full disk: only the lock matters, the pid is for display
                 lock.truncate(0)
                 os.write(lock.fileno(), f"{os.getpid()}\n".encode())
             yield
 
     def require_in_place(self) -> None:
-        """Check that the file opened is still the one at its path.
+        """Check that the open file is still the one at its path.
 
         Raises:
             LedgerGoneError: it was deleted, moved or replaced.
@@ -226,7 +226,8 @@ class Ledger:
 
     @contextmanager
     def _atomic(self, is_several: bool) -> Iterator[None]:
-        """All statements inside or none: an epoch without its event would lock out every later controller."""
+        """Run all statements in the context or none: an epoch without its event would lock out every later
+        controller."""
         if not is_several:
             yield
             return
@@ -239,7 +240,7 @@ class Ledger:
         self._db.execute("COMMIT")
 
     def _begin_epoch(self, epoch: int) -> None:
-        """From here on, appends of controllers of earlier epochs are refused."""
+        """Refuse appends of controllers of earlier epochs from now on."""
         if self._db.execute("UPDATE fence SET epoch = ? WHERE epoch < ?", (epoch, epoch)).rowcount != 1:
             raise FencedError(f"another controller has already begun epoch {epoch} of the sweep in {self.folder}")
         self._epoch = epoch
@@ -259,7 +260,7 @@ class Ledger:
         return cursor.lastrowid
 
     def requests(self, after: int) -> list[Request]:
-        """Requests with an id above ``after``, in order."""
+        """Return requests with an id above ``after``, in order."""
         with self._errors("read"):
             rows = self._db.execute(
                 "SELECT id, at_s, by, body, checksum FROM requests WHERE id > ? ORDER BY id", (after,)
@@ -269,7 +270,7 @@ class Ledger:
         return [Request(number, at_s, by, json.loads(body)) for number, at_s, by, body, _ in rows]
 
     def entries(self, after: int = 0) -> Iterator[LedgerEntry]:
-        """Stored events with a number above ``after``, in order.
+        """Yield stored events with a number above ``after``, in order.
 
         Raises:
             DamagedError: an event is missing or was changed.
@@ -285,7 +286,7 @@ class Ledger:
             raise DamagedError(self.path, f"event {after + len(rows) + 1} is missing")
 
     def backwards(self, before: int) -> Iterator[LedgerEntry]:
-        """Stored events with a number below ``before``, newest first; read lazily."""
+        """Yield stored events with a number below ``before``, newest first; read lazily."""
         while before > 1:
             with self._errors("read"):
                 rows = self._db.execute(
@@ -296,18 +297,18 @@ class Ledger:
             before = rows[-1][0] if rows else 0
 
     def following(self, after: int) -> Sequence[LedgerEntry]:
-        """As :meth:`entries`, without reading again events just stored by this object."""
+        """Same as :meth:`entries`, without rereading events just stored by this object."""
         recent = self._recent
         if recent and recent[0].seq <= after + 1 and recent[-1].seq == self.last_seq():
             return [entry for entry in recent if entry.seq > after]
         return list(self.entries(after))
 
     def events(self) -> Iterator[LedgerEvent]:
-        """All events in order."""
+        """Yield all events in order."""
         return (entry.event for entry in self.entries())
 
     def document(self, name: str) -> Any:
-        """A JSON document stored with the events, or None."""
+        """Return a JSON document stored with the events, or None."""
         with self._errors("read"):
             row = self._db.execute("SELECT body, checksum FROM documents WHERE name = ?", (name,)).fetchone()
         if row is None:
@@ -323,7 +324,7 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", row)
 
     def checkpoint(self) -> list[bytes]:
-        """The parts last stored by :meth:`put_checkpoint`, in order; none if one of them is damaged."""
+        """Return the parts last stored by :meth:`put_checkpoint`, in order; none if one of them is damaged."""
         with self._errors("read"):
             rows = self._db.execute("SELECT part, body, checksum FROM checkpoint ORDER BY part").fetchall()
         is_whole = all(
@@ -347,7 +348,7 @@ class Ledger:
             self._db.execute("DELETE FROM checkpoint WHERE part >= ?", (num_parts,))
 
     def cursor(self, name: str) -> int:
-        """Progress of the projection ``name``: the number of its last event, 0 at first."""
+        """Return the progress of the projection ``name``: the number of its last event, 0 at first."""
         with self._errors("read"):
             row = self._db.execute("SELECT seq FROM cursors WHERE name = ?", (name,)).fetchone()
         return int(row[0]) if row else 0
@@ -376,7 +377,7 @@ class Ledger:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its first event was written; a controller may have been killed before."""
+        """Whether the first event was written; a controller may have been killed before."""
         return self.last_seq() > 0
 
     def last_seq(self) -> int:
@@ -418,7 +419,7 @@ class Ledger:
 
 
 def _checksum(*parts: object) -> int:
-    """CRC-32 of a row's values: finds damage, not manipulation."""
+    """Return the CRC-32 of a row's values: finds damage, not manipulation."""
     return zlib.crc32(b"\0".join(part if isinstance(part, bytes) else str(part).encode() for part in parts))
 
 
@@ -435,8 +436,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A read-only connection. SQLite needs space for an index next to the file: on a full or read-only disk, a ledger
-    that no controller holds is read from a copy in memory."""
+    """Open a read-only connection. SQLite needs space for an index next to the file. On a full or read-only disk, a
+    ledger without a controller is therefore read from a copy in memory."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=_BUSY_S)
     try:
         db.execute("SELECT max(seq) FROM events")
@@ -449,8 +450,8 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _read_into_memory(path: Path) -> sqlite3.Connection:
-    """A copy of the database with its write-ahead log, through a file system in memory: a full disk has no space for
-    another file."""
+    """Copy the database with its write-ahead log, through a file system in memory: a full disk has no space for another
+    file."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="tune-", dir=shared if os.access(shared, os.W_OK) else None) as folder:
         copy = Path(folder) / path.name
@@ -468,14 +469,14 @@ def _holder(lock: IO[str]) -> str:
     return lock.read().strip() or "unknown"
 
 
-# Documents of a ledger in addition to events: typed values, each under its own name, the latest one only.
+# Documents of a ledger in addition to events: typed values, only the latest of each name.
 #
 # ``spec`` (the expanded sweep file) and ``plan`` remain plain JSON here: they belong to :mod:`orchestrator.config`
 # and :mod:`orchestrator.planning`, which are higher layers.
 
 
 SPEC, PLAN = "spec", "plan"
-"""Names of the documents read by their owners: the expanded sweep file, and the plan."""
+"""Names of documents that their owners read: the expanded sweep file, and the plan."""
 
 MODE_VARIABLE, JOB_VARIABLE = "TUNE_CLUSTER_CONTROLLER_MODE", "TUNE_CLUSTER_JOB"
 """Set for controllers that run in the background: the :data:`Mode`, and the Ray job's id."""
@@ -486,14 +487,14 @@ Mode = Literal["foreground", "detached", "ray job"]
 
 
 class Document:
-    """Base of the values below: reads and writes them as JSON through the codec."""
+    """Base of the documents below: reads and writes them as JSON through the codec."""
 
     __slots__ = ()
     name: ClassVar[str]
 
     @classmethod
     def read(cls, ledger: Ledger) -> Self | None:
-        """The document as last written; None if there is none.
+        """Read the latest version of the document; None if there is none.
 
         Raises:
             LedgerError: it was written by another version of this program and cannot be parsed.
@@ -530,21 +531,21 @@ class Controller(Document):
     started_at_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON form, in ``ps --json`` and elsewhere."""
+        """Return the documented JSON form, in ``ps --json`` and elsewhere."""
         body: dict[str, Any] = to_json(self)
         return body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldNodes(Document):
-    """The nodes a sweep holds, and why they are fewer than it could use."""
+    """The nodes a sweep holds, and the reason why they are fewer than it could use."""
 
     name: ClassVar[str] = "lease"
     nodes: tuple[str, ...] = ()
     waiting: str = ""
-    """What it is waiting for; may be empty."""
+    """Reason for waiting; may be empty."""
     at_s: float | None = None
-    """When it was written."""
+    """Time of writing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -558,7 +559,7 @@ class LiveProgress(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFile(Document):
-    """The sweep file as the user wrote it, without secrets."""
+    """The user's sweep file, without secrets."""
 
     name: ClassVar[str] = "sweep_yaml"
     text: str = ""
@@ -566,7 +567,7 @@ class SweepFile(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProgram(Document):
-    """The source of the custom training program when the sweep was created."""
+    """Source of the user's training program at the sweep's creation."""
 
     name: ClassVar[str] = "measured_program"
     sha256: str
@@ -577,7 +578,7 @@ class MeasuredProgram(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking(Document):
-    """The MLflow store in the sweep's file when the sweep was created."""
+    """The MLflow store from the sweep's file at its creation."""
 
     name: ClassVar[str] = "tracking"
     uri: str | None = None
@@ -594,6 +595,6 @@ class Recorded(Document):
 
 
 def tracking_uri(ledger: Ledger, home: Home) -> str:
-    """The store of the sweep's records: from its file when it was created, else that of the home."""
+    """Return the store of the sweep's records: from its file at creation, else that of the home."""
     tracking = Tracking.read(ledger)
     return (tracking.uri if tracking else None) or home.default_tracking_uri

@@ -48,7 +48,7 @@ Phase = Literal[
     "failed",
     "cancelled",
 ]
-"""Status for people: a running sweep may be waiting for its lease, or have lost its controller."""
+"""Displayed status: a running sweep may be waiting for its lease, or have lost its controller."""
 
 
 ENDED: tuple[Phase, ...] = ("finished", "failed", "cancelled")
@@ -60,7 +60,7 @@ AT_REST: tuple[Phase, ...] = ("paused", *ENDED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The nodes the sweep holds, and why they are fewer than it wants."""
+    """The nodes the sweep holds, and the reason why they are fewer than requested."""
 
     nodes: tuple[str, ...] = ()
     wanted: int | None = None
@@ -76,7 +76,7 @@ class Snapshot:
     name: str
     folder: Path
     at_s: float
-    """When it was taken."""
+    """Time of the snapshot."""
     is_held: bool
     """Whether a controller is running."""
     state: SweepState
@@ -84,7 +84,7 @@ class Snapshot:
     last_seq: int = 0
     """Number of the last event in ``state``."""
     news: tuple[LedgerEvent, ...] = ()
-    """Events decoded for it: those since the snapshot that it follows."""
+    """Events decoded for it: those since the previous snapshot."""
     controller: Controller | None = None
     lease: Lease = field(default_factory=Lease)
     live: dict[int, GangProgress] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def phase(self) -> Phase:
-        """Its state in one word; see :attr:`reason` for why."""
+        """State in one word; :attr:`reason` explains it."""
         state = self.state
         if self._is_waiting:
             return "waiting"
@@ -115,14 +115,14 @@ class Snapshot:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a controller is running without nodes; one that resumes a paused sweep reports it later."""
+        """Whether a controller is running without nodes. One that resumes a paused sweep reports that later."""
         if not self.is_held or self.state.status not in ("running", "paused") or self.state.requested_action:
             return False
         return self.state.created is None or (bool(self.lease.waiting) and not self.lease.nodes)
 
     @property
     def reason(self) -> str:
-        """Why it is waiting, paused or has ended; may be empty."""
+        """Reason why it is waiting, paused or over; may be empty."""
         match self.phase:
             case "waiting":
                 return self.lease.waiting or "for its first nodes"
@@ -137,7 +137,7 @@ class Snapshot:
 
     @property
     def num_done(self) -> int:
-        """Trials that ended and are not to be launched again; checks do not count."""
+        """Number of ended trials not to be launched again, without checks."""
         state = self.state
         open_ones = [number for number in (*state.running, *state.waiting) if state.trials[number].check is None]
         return state.num_searched - len(open_ones)
@@ -149,14 +149,14 @@ class Snapshot:
 
     @property
     def at_present(self) -> SweepState:
-        """The state with its clock set to now, while a controller is running."""
+        """State with its clock set to now, while a controller is running."""
         now_s = max(self.state.now_s, self.at_s) if self.is_held else self.state.now_s
         active_s = self.state.active_s + (now_s - self.state.now_s if self.phase == "running" else 0.0)
         return replace(self.state, now_s=now_s, active_s=active_s)
 
     @property
     def began_at_s(self) -> float | None:
-        """When it was created; before that, when its controller was started."""
+        """Time of creation; before that, the controller's start."""
         if self.state.created is not None:
             return self.state.created.at_s
         return self.controller.started_at_s if self.controller else None
@@ -168,7 +168,7 @@ class Snapshot:
 
 
 def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
-    """The current state in ``ledger``; with ``since``, an earlier snapshot of it, only later events are read.
+    """Read the current state in ``ledger``; with ``since``, an earlier snapshot of it, only later events are read.
 
     Raises:
         LedgerError: it cannot be read.
@@ -201,8 +201,8 @@ def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
 
 
 def _lease(held: HeldNodes, cluster: Mapping[str, Any], state: SweepState, *, is_held: bool) -> Lease:
-    """``cluster`` is the sweep file's section. Without a controller nothing is held or waited for, regardless of what
-    the last one wrote."""
+    """Return the lease; ``cluster`` is the sweep file's section. Without a controller nothing is held or waited for,
+    whatever the last one wrote."""
     wanted = cluster.get("num_nodes")
     if not is_held:
         return Lease(wanted=wanted)
@@ -216,7 +216,7 @@ def _lease(held: HeldNodes, cluster: Mapping[str, Any], state: SweepState, *, is
 
 
 def _live(state: SweepState, live: LiveProgress) -> dict[int, GangProgress]:
-    """Last progress of the running trials, by number."""
+    """Return the last progress of the running trials, by number."""
     return {int(key): seen for key, seen in live.trials.items() if int(key) in state.running}
 
 
@@ -224,13 +224,13 @@ class Observer(Protocol):
     """Called by the running controller, or by :func:`orchestrator.status.overview.show`; must not raise."""
 
     def on_state(self, state: SweepState) -> None:
-        """The sweep is in this state now."""
+        """Report the sweep's present state."""
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
-        """Progress of the running trial of this number."""
+        """Report progress of the running trial of this number."""
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
-        """The sweep holds these nodes; ``waiting`` is why not more, empty if it is not waiting."""
+        """Report the nodes held; ``waiting``: reason why not more, empty if it is not waiting."""
 
 
 # Location of sweeps on disk.
@@ -252,7 +252,7 @@ def check_name(name: str, what: str) -> str:
     """Return ``name`` if it is safe to become a path.
 
     Raises:
-        ConfigError: it contains a slash, a space, an upper-case letter or the like.
+        ConfigError: it contains a slash, a space, an upper-case letter or similar.
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigError(
@@ -274,7 +274,7 @@ class Home:
 
     @property
     def has_store(self) -> bool:
-        """Whether something was recorded in the home's own MLflow store."""
+        """Whether anything was recorded in the home's own MLflow store."""
         return (self.path / _STORE).exists()
 
     @property
@@ -291,12 +291,12 @@ class Home:
         return self.path / "sweeps" / check_name(name, "sweep name")
 
     def sweeps(self) -> list[str]:
-        """Names of all sweeps, most recently written first."""
+        """Return the names of all sweeps, most recently written first."""
         ledgers = sorted(self.path.glob(f"sweeps/*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
         return [path.parent.name for path in ledgers if _is_begun(path.parent)]
 
     def open(self, name: str, *, read_only: bool = True, begun: bool = True) -> Ledger:
-        """The ledger of an existing sweep; with ``begun=False`` also of one that waits for its first nodes.
+        """Open the ledger of an existing sweep; with ``begun=False``, also of one that waits for its first nodes.
 
         Raises:
             ConfigError: the sweep does not exist here.
@@ -316,7 +316,7 @@ class Home:
         raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} Use --home for another folder.")
 
     def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:
-        """The current state of the sweep; with ``since``, an earlier snapshot of it, only later events are read.
+        """Read the current state of the sweep; with ``since``, an earlier snapshot of it, only later events are read.
 
         Args:
             begun: reject a sweep that is waiting for its first nodes.
@@ -329,12 +329,12 @@ class Home:
             return read_snapshot(ledger, since)
 
     def all_names(self) -> list[str]:
-        """Names of all sweeps, including those waiting for their first nodes."""
+        """Return the names of all sweeps, including those waiting for their first nodes."""
         return sorted(path.parent.name for path in self.path.glob(f"sweeps/*/{FILE_NAME}"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Up to three of ``known`` that resemble ``name``, in words; may be empty."""
+    """Name up to three of ``known`` that resemble ``name``; may be empty."""
     return " or ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.5))
 
 
@@ -358,10 +358,10 @@ def is_at_work(home: Home, name: str) -> bool:
     try:
         with home.open(name, begun=False) as ledger:
             return ledger.is_held()
-    except (ConfigError, LedgerError):  # it does not exist, or no longer
+    except (ConfigError, LedgerError):  # it does not exist (any more)
         return False
 
 
 def attempt_folder(sweep_folder: Path, trial: int, attempt: int, token: str) -> Path:
-    """The working folder of an attempt's ranks, on every node."""
+    """Return the working folder of an attempt's ranks, on every node."""
     return sweep_folder.absolute() / "attempts" / attempt_id(trial, attempt, token)

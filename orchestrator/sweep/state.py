@@ -119,7 +119,7 @@ class Vector(Sequence[T], Generic[T]):
 
     @classmethod
     def of_blocks(cls, blocks: Iterable[Block[T]]) -> Vector[T]:
-        """Made of blocks of :data:`BLOCK_SIZE` items each, the last of at least one."""
+        """Build from blocks of :data:`BLOCK_SIZE` items each, the last of at least one."""
         return _of_blocks(tuple(blocks))
 
     @property
@@ -128,20 +128,20 @@ class Vector(Sequence[T], Generic[T]):
         return self._blocks
 
     def append(self, item: T) -> Vector[T]:
-        """With ``item`` at the end."""
+        """Return a vector with ``item`` at the end."""
         if not self._blocks or len(self._blocks[-1]) == BLOCK_SIZE:
             return _of_blocks((*self._blocks, (item,)))
         return _of_blocks((*self._blocks[:-1], (*self._blocks[-1], item)))
 
     def with_item(self, index: int, item: T) -> Vector[T]:
-        """With ``item`` replacing the one at ``index``, which is not negative."""
+        """Return a vector with ``item`` at ``index``, which is not negative."""
         number, within = divmod(index, BLOCK_SIZE)
         block = self._blocks[number]
         new = (*block[:within], item, *block[within + 1 :])
         return _of_blocks((*self._blocks[:number], new, *self._blocks[number + 1 :]))
 
     def starts_with(self, other: Vector[T]) -> bool:
-        """Whether the first items are those of ``other``; fast if one was made from the other."""
+        """Whether the first items are those of ``other``; fast if one was derived from the other."""
         if not other._blocks:
             return True
         *whole, last = other._blocks
@@ -153,7 +153,7 @@ class Vector(Sequence[T], Generic[T]):
         )
 
     def since(self, start: int) -> Iterator[T]:
-        """The items from ``start`` on, without going through those before."""
+        """Yield the items from ``start`` on, without iterating over those before."""
         number, within = divmod(start, BLOCK_SIZE)
         return itertools.islice(itertools.chain.from_iterable(self._blocks[number:]), within, None)
 
@@ -190,7 +190,7 @@ class Vector(Sequence[T], Generic[T]):
 
 
 def _of_blocks(blocks: tuple[Block[T], ...]) -> Vector[T]:
-    """All full but the last, none empty."""
+    """Build a vector from blocks, all full except the last, none empty."""
     vector: Vector[T] = Vector.__new__(Vector)
     vector._blocks = blocks
     return vector
@@ -224,13 +224,13 @@ class Attempt:
     ranks: tuple[Device, ...]
     num_devices: int
     stopped: StoppedEarly | None = None
-    """The meaning of its end, once it is being ended."""
+    """Outcome to record for its end, once it is being stopped."""
     outcome: Outcome | None = None
     device_seconds: float = 0.0
 
 
 def attempt_id(trial: int, attempt: int, token: str) -> str:
-    """Name of the attempt's folder on every node: ``t0003-a1-`` and the beginning of the token."""
+    """Return the name of the attempt's folder on every node: ``t0003-a1-`` and the beginning of the token."""
     return f"t{trial:04d}-a{attempt}-{token[:8]}"
 
 
@@ -278,14 +278,14 @@ class Trial:
 
     @property
     def num_lost(self) -> int:
-        """Attempts lost to the infrastructure or to a signal from outside; those ended by their controller or for
-        another sweep do not count."""
+        """Number of attempts lost to the infrastructure or to a signal from outside. Those ended by their controller or
+        for another sweep do not count."""
         outcomes = [attempt.outcome for attempt in self.attempts]
         return sum(isinstance(outcome, GangLost) and outcome.is_counted for outcome in outcomes)
 
     @property
     def num_host_ooms(self) -> int:
-        """Attempts that ended because a host ran out of memory."""
+        """Number of attempts that ended because a host ran out of memory."""
         return sum(isinstance(attempt.outcome, HostOutOfMemory) for attempt in self.attempts)
 
 
@@ -296,16 +296,16 @@ class ProofState:
     finalists: tuple[int, ...]
     """Fastest first."""
     reason: str
-    """Why the search ended."""
+    """Reason for the end of the search."""
     first_check: int
-    """Number from which on checks belong to it."""
+    """Number of the first check that belongs to it."""
     cause: FinishCause
     end_check: int | None = None
-    """Number from which on they no longer do; None unless it was replaced."""
+    """Number of the first check that no longer does; None unless it was replaced."""
     gate_from: int = 0
-    """Number from which on gate runs count: includes those of the proof whose finalists it replaces."""
+    """Number of the first gate run that counts; includes those of the proof whose finalists it replaces."""
     is_requested: bool = False
-    """Whether it was requested by a person, so that the sweep's budget does not limit it."""
+    """Whether a user requested it, so that the sweep's budget does not limit it."""
     evaluations: tuple[Evaluation, ...] = ()
     verdict: Verdict | None = None
     """None while it is running."""
@@ -317,18 +317,18 @@ class RankedTrial:
 
     number: int
     score: float
-    """By the sweep's objective."""
+    """Score by the sweep's objective."""
     sure_score: float
-    """The same at the slow end of the interval of its step time."""
+    """Score at the slow end of the interval of its step time."""
 
     @property
     def key(self) -> tuple[float, int]:
-        """Sorts best first, lower number first on a tie."""
+        """Sort key: best first, lower number first on a tie."""
         return -self.score, self.number
 
 
 def rank(number: int, measurement: Measurement, objective: Objective) -> RankedTrial:
-    """Ranked by its score. The score at the end of its interval requires a bootstrap: use only for the fastest."""
+    """Rank by score. The score at the end of the interval requires a bootstrap: use only for the fastest."""
     from orchestrator.statistics import slowest_likely_step_s  # imports numpy, which few commands need
 
     step_s = slowest_likely_step_s(measurement)
@@ -337,13 +337,13 @@ def rank(number: int, measurement: Measurement, objective: Objective) -> RankedT
 
 
 def rank_fastest(found: Iterable[tuple[int, Measurement]], objective: Objective) -> tuple[RankedTrial, ...]:
-    """The fastest of these trials, numbers with their measurements, as :attr:`SweepState.fastest`."""
+    """Return the fastest of these trials, given by number and measurement, for :attr:`SweepState.fastest`."""
     by_score = heapq.nsmallest(MAX_FASTEST, found, key=lambda one: (-objective.score(one[1]), one[0]))
     return tuple(rank(number, measurement, objective) for number, measurement in by_score)
 
 
 MAX_FAILURES, MAX_FASTEST = 5, 12
-"""Latest failures, and fastest trials, that a state names."""
+"""Most failures and most fastest trials in a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,9 +357,9 @@ class SweepState:
     epoch: int = 0
     status: SweepStatus = "running"
     finish_reason: str = ""
-    """Why it finished, failed, was cancelled or paused."""
+    """Reason why it finished, failed, was cancelled or paused."""
     finish_cause: FinishCause | None = None
-    """The reason for programs; None while it is not over."""
+    """The same as a value; None while it is not over."""
     requested_action: Action | None = None
     """A pending request."""
     requested_by: str = ""
@@ -368,7 +368,7 @@ class SweepState:
     nodes: tuple[str, ...] | None = None
     """Nodes held now; None before they are known."""
     strikes: Mapping[str, int] = field(default_factory=dict)
-    """Node to consecutive faults attributed to it."""
+    """By node, consecutive faults attributed to it."""
     quarantined: frozenset[str] = frozenset()
     """Nodes with too many strikes, no longer used."""
     trials: Vector[Trial] = field(default_factory=Vector)
@@ -377,11 +377,11 @@ class SweepState:
     running: frozenset[int] = frozenset()
     """Numbers of the running trials."""
     fastest: tuple[RankedTrial, ...] = ()
-    """The measured trials with the highest scores, checks and disqualified ones left out, the lower number first on a
-    tie; :data:`MAX_FASTEST` at most."""
+    """The measured trials with the highest scores, without checks and disqualified ones, lower number first on a tie;
+    at most :data:`MAX_FASTEST`."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
-    """Why there is nothing left to propose; empty while there is."""
+    """Reason why nothing is left to propose; empty while there is."""
     check_numbers: Vector[int] = field(default_factory=Vector)
     """Numbers of the trials that test an earlier one, in order."""
     proof: ProofState | None = None
@@ -389,11 +389,11 @@ class SweepState:
     set_aside: tuple[ProofState, ...] = ()
     """Proofs without a finalist left, each with its verdict, whose finalists were replaced by the next best."""
     disqualified: tuple[Disqualified, ...] = ()
-    """Trials that a proof ruled out: never the best, never an incumbent, nothing is learned from their speed."""
+    """Trials ruled out by a proof: never the best or an incumbent, and their speed is not learned from."""
     left_out: tuple[int, ...] = ()
     """Trials with all values shared by the disqualified ones, treated like them."""
     patience_from: int = 0
-    """Index in ``end_order`` from which on patience counts: before, the best trial was one since disqualified."""
+    """Index in ``end_order`` from which patience counts: before it, the best trial was one since disqualified."""
     to_confirm: tuple[int, ...] = ()
     """Trials requested to be confirmed."""
     to_profile: tuple[int, ...] = ()
@@ -407,15 +407,15 @@ class SweepState:
     active_s: float = 0.0
     """Seconds with a running controller that held nodes."""
     ended_at_s: float | None = None
-    """When it finished, or was paused; None while it is running."""
+    """Time at which it finished or was paused; None while it is running."""
     device_seconds: float = 0.0
-    """Device time charged so far, ended attempts only."""
+    """Device time charged so far, for ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
     """Trial numbers in the order of their attempts' ends, without those launched again."""
     num_by_status: Mapping[str, int] = field(default_factory=dict)
     """Number of trials per status, without checks; statuses without trials may be missing or 0."""
     saved_device_seconds: float = 0.0
-    """Minimum device time saved by stopping trials early."""
+    """Lower bound of device time saved by stopping trials early."""
     disturbed: Vector[int] = field(default_factory=Vector)
     """Numbers of the trials, including checks, that were measured on a busy machine; in the order of their ends."""
     most_disturbed: int | None = None
@@ -423,7 +423,7 @@ class SweepState:
     last_failures: tuple[tuple[int, int], ...] = ()
     """(trial, attempt) of the latest attempts that ended unmeasured, latest first; at most :data:`MAX_FAILURES`."""
     judged_from: int = 0
-    """Index in ``end_order`` from which on failures count against the sweep: those before were retried."""
+    """Index in ``end_order`` from which failures count against the sweep: earlier ones were retried."""
 
     @property
     def sweep(self) -> SweepCreated:
@@ -443,7 +443,7 @@ class SweepState:
 
     @property
     def objective(self) -> Objective:
-        """What counts as faster."""
+        """Definition of faster."""
         return self.created.objective if self.created else Objective()
 
     @property
@@ -452,11 +452,11 @@ class SweepState:
         return self.objective.unit(self.sweep.workload.speed_unit)
 
     def score(self, trial: Trial) -> float:
-        """The score of a measured trial by the objective; 0 if it was not measured."""
+        """Return the score of a measured trial by the objective; 0 if it was not measured."""
         return self.objective.score(trial.measurement) if trial.measurement else 0.0
 
     def figures(self, trial: Trial) -> Figures | None:
-        """The speed of a trial in every unit; None if it was not measured."""
+        """Return the speed of a trial in every unit; None if it was not measured."""
         found = trial.measurement
         if found is None:
             return None
@@ -464,7 +464,7 @@ class SweepState:
 
     @property
     def is_over(self) -> bool:
-        """Whether no controller has anything to do."""
+        """Whether no work is left for a controller."""
         return self.status in ("finished", "failed", "cancelled")
 
     @property
@@ -492,7 +492,7 @@ class SweepState:
         return len(self.check_numbers)
 
     def checks(self) -> list[Trial]:
-        """Trials that test an earlier one, in order."""
+        """Return the trials that test an earlier one, in order."""
         return [self.trials[number] for number in self.check_numbers]
 
     @property
@@ -501,7 +501,7 @@ class SweepState:
         return len(self.trials) - self.num_checks
 
     def searched(self) -> list[Trial]:
-        """The search's own trials, without checks, in order."""
+        """Return the search's own trials, without checks, in order."""
         return [trial for trial in self.trials if trial.check is None]
 
     @property
@@ -515,7 +515,7 @@ class SweepState:
 
     @property
     def winner(self) -> Trial | None:
-        """The trial to use: the confirmed finalist; the baseline if none is; without a proof or a conclusion, the
+        """The trial to use: the confirmed finalist, or the baseline if none is; without a proof or a conclusion, the
         best."""
         if self.verdict is None or self.verdict.conclusion == "unconfirmed":
             return self.best
@@ -523,8 +523,8 @@ class SweepState:
 
     @property
     def best_trial(self) -> int | None:
-        """Number of the best trial: among the fastest, the one with the highest score at the lower end of its interval,
-        which excludes lucky measurements. None while nothing was measured."""
+        """Number of the best trial: of the fastest, the one with the highest score at the lower end of its interval,
+        which excludes lucky measurements. None before the first measurement."""
         found = min(self.fastest, key=lambda one: (-one.sure_score, one.number), default=None)
         return None if found is None else found.number
 
@@ -534,7 +534,7 @@ class SweepState:
 
     @property
     def best(self) -> Trial | None:
-        """The measured trial that is certainly the fastest, see :attr:`best_trial`."""
+        """The best trial, see :attr:`best_trial`."""
         number = self.best_trial
         return None if number is None else self.trials[number]
 
@@ -545,13 +545,13 @@ class SweepState:
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
 
     def counts(self) -> dict[TrialStatus, int]:
-        """Number of trials per status, without checks, in the order of the statuses, without zeros."""
+        """Return the number of trials per status, without checks, in the order of the statuses, without zeros."""
         statuses: tuple[TrialStatus, ...] = get_args(TrialStatus)
         return {status: count for status in statuses if (count := self.num_by_status.get(status, 0))}
 
 
 def describe_failure(outcome: Any) -> str:
-    """One line for people: what went wrong and where."""
+    """Describe in one line what went wrong and where."""
     evidence = getattr(outcome, "evidence", None)
     if evidence is None:
         return ""
@@ -563,28 +563,28 @@ def describe_failure(outcome: Any) -> str:
 
 
 def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
-    """Nodes on which earlier attempts of the trial failed, in the order of the attempts."""
+    """Return nodes on which earlier attempts of the trial failed, in the order of the attempts."""
     blamed = (attempt.outcome.evidence.node for attempt in trial.attempts if isinstance(attempt.outcome, Failure))
     return tuple(dict.fromkeys(node for node in blamed if node))
 
 
 def weighted_step_s(trial: Trial, objective: Objective) -> float:
-    """Step time of a measured trial times the objective's weight, in seconds: lower is better."""
+    """Return a measured trial's step time times the objective's weight, in seconds; lower is better."""
     assert trial.measurement is not None
     return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
 
 
 TRIAL_ALIASES = ("baseline", "best", "winner")
-"""Words for trials, in addition to their numbers."""
+"""Names of trials, in addition to numbers."""
 
 
 def is_trial(text: str) -> bool:
-    """Whether ``text`` could mean a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_ALIASES`."""
+    """Whether ``text`` could name a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_ALIASES`."""
     return text in TRIAL_ALIASES or re.fullmatch(r"[tT]?\d{1,9}", text) is not None
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
-    """The trial of ``text``: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
+    """Find the trial named ``text``: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
 
     Raises:
         ConfigError: it does not exist; the message has the existing ones.
@@ -601,21 +601,21 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:
-    """The nodes of its ranks, in rank order."""
+    """Return the nodes of the attempt's ranks, in rank order."""
     return tuple(dict.fromkeys(device.node for device in attempt.ranks))
 
 
-# When and why a sweep ends: budgets, patience, and persistent failures. Pure functions of its state.
+# End of a sweep: budgets, patience, and persistent failures. Pure functions of its state.
 
 
 CONVERGED = "no remaining candidate is expected to beat the best one"
-"""Why nothing more is proposed after the search has converged."""
+"""Reason for no further proposals after the search has converged."""
 SAME_ERROR_LIMIT = 3
-"""The same deterministic error in this many first attempts stops the sweep."""
+"""Number of first attempts with the same deterministic error that stops the sweep."""
 
 
 def spent_budget(state: SweepState, share: float = 1.0) -> str:
-    """The time budget that is spent, or this share of it, in words; else empty."""
+    """Describe the time budget of which this share is spent; empty if none is."""
     return _reason(_spent_budget(state, share))
 
 
@@ -635,7 +635,7 @@ def _reason(end: End | None) -> str:
 
 
 def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
-    """The budget that forbids launching the trial, if any. Requests by people are not limited."""
+    """Describe the budget that forbids launching the trial, if any. Users' requests are not limited."""
     if trial.check is None:
         return spent_by_search(state)
     proof = state.proof
@@ -644,12 +644,12 @@ def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
 
 
 def launchable(state: SweepState) -> tuple[int, ...]:
-    """Numbers of the waiting trials within all budgets."""
+    """Return the numbers of waiting trials within all budgets."""
     return tuple(number for number in state.waiting if not reason_not_to_launch(state, state.trials[number]))
 
 
 def spent_by_search(state: SweepState) -> str:
-    """The budget that the search has spent, in words; it reserves the proof's share."""
+    """Describe the budget that the search has spent; the proof's share is reserved."""
     return _reason(_spent_by_search(state))
 
 
@@ -659,7 +659,7 @@ def _spent_by_search(state: SweepState) -> End | None:
 
 
 def end_of_search(state: SweepState) -> End | None:
-    """Why nothing more is to be proposed, if so. The search is over once its finalists are chosen."""
+    """Return the reason why nothing more is to be proposed, if any. The search is over once finalists are chosen."""
     if state.proof is not None:
         return End(cause=state.proof.cause, reason=state.proof.reason)
     limit = state.sweep.budget.max_trials
@@ -680,8 +680,8 @@ def _spent_patience(state: SweepState) -> End | None:
 
 
 def failure(state: SweepState) -> End | None:
-    """Why the sweep fails, if so: a baseline that is not believed, the same first error, or too many consecutive
-    faults."""
+    """Return the reason why the sweep fails, if any: an implausible baseline, the same first error, or too many
+    consecutive faults."""
     baseline = state.baseline
     if baseline is not None and isinstance(baseline.outcome, NotBelieved) and baseline.number not in state.waiting:
         why = describe_failure(baseline.outcome)
@@ -709,7 +709,7 @@ def _outcome(state: SweepState, number: int) -> Outcome:
 
 
 def _signature(outcome: Outcome) -> tuple[str, ...] | None:
-    """The identity of a deterministic error; None for other outcomes."""
+    """Return the identity of a deterministic error; None for other outcomes."""
     match outcome:
         case Crashed() | Infeasible():
             lines = outcome.evidence.message.strip().splitlines()

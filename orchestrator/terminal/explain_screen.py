@@ -22,6 +22,7 @@ from orchestrator.diagnosis.values import (
 from orchestrator.report.descriptions import disturbed, note_text, peak_memory, peak_memory_parts, trend
 from orchestrator.report.view import Column
 from orchestrator.space.inside import BUILT_IN, MICRO_BATCH
+from orchestrator.space.knobs import inside_name, is_inside
 from orchestrator.space.notation import short_name, spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
@@ -192,6 +193,10 @@ def _cost(one: Bottleneck) -> str:
 
 def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnosis) -> RenderableType:
     grid, is_guess = label_grid("dim"), _is_guess(one, explained)
+    if side.changed and explained.baseline is not None:
+        grid.add_row(
+            "knobs", Text(f"{units.changes_text(side.changed)} (from {units.trial_id(explained.baseline.trial)})")
+        )
     if is_guess:
         estimate = f"{one.share:.0%} of the step, {units.milliseconds(one.seconds)}, by the cost model"
         grid.add_row(
@@ -223,9 +228,12 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
 
 def _fixed(one: Bottleneck, explained: SweepExplanation) -> str:
     fixed = one.fixed[:5]
-    settable = [knob for knob in fixed if explained.is_script and knob in BUILT_IN and knob != MICRO_BATCH]
-    how = f"; space.inside can set {', '.join(settable)} without an option" if settable else ""
-    return f"not varied by this sweep: {', '.join(fixed)}{how}"
+    settable = [
+        knob for knob in fixed if explained.is_script and (knob in BUILT_IN or is_inside(knob)) and knob != MICRO_BATCH
+    ]
+    names, own = ([inside_name(knob) for knob in knobs] for knobs in (fixed, settable))
+    how = f"; space.inside can set {', '.join(own)} without an option" if own else ""
+    return f"not varied by this sweep: {', '.join(names)}{how}"
 
 
 def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:

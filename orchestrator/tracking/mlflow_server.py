@@ -115,7 +115,7 @@ def serve(
     *,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Run ``mlflow server`` on the store at ``uri`` until Ctrl-C or SIGTERM; return its exit status, 0 when asked.
+    """Run ``mlflow server`` on the store at ``uri`` until Ctrl-C or SIGTERM; return its exit status, 0 if interrupted.
 
     ``on_ready`` is called with the server's address once it is up.
 

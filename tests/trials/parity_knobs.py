@@ -16,7 +16,7 @@ from tests.trials.pairwise import Covering
 from tests.trials.tiny import SHAPE, tiny_spec
 from tests.trials.tiny import WORKLOAD as TWO_LAYERS
 from trials.legality import violations
-from trials.spec import Kernels, Layout, LossScale, Offload, Precision, Protocol, Recompute, SelectiveRecompute
+from trials.spec import AdamW, Kernels, Layout, LossScale, Offload, Precision, Protocol, Recompute, SelectiveRecompute
 
 ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
 
@@ -113,7 +113,13 @@ OFFLOADS = {
     "host-optimizer": Offload(optimizer=True),
     "host-both": Offload(activations=True, optimizer=True),
 }
-OTHERS = {"recompute": RECOMPUTES, "precision": PRECISIONS, "graph": GRAPHS, "loss": LOSSES, "offload": OFFLOADS}
+CLIPPED = AdamW(lr=0.05, eps=1.0, clip_norm=0.5)
+"""With this ``eps`` an update is proportional to the clipped gradient: AdamW otherwise hides a factor."""
+CLIPS = {"unclipped": WORKLOAD.optimizer, "clipped": CLIPPED}
+OTHERS = {
+    "recompute": RECOMPUTES, "precision": PRECISIONS, "graph": GRAPHS, "loss": LOSSES, "offload": OFFLOADS,
+    "clip": CLIPS,
+}  # fmt: skip
 
 
 def layout_of(row):
@@ -132,7 +138,7 @@ def spec_of(row):
     layout, precision = layout_of(row), PRECISIONS[row["precision"]]
     spec = tiny_spec(
         layout,
-        workload=workload_of(precision),
+        workload=dataclasses.replace(workload_of(precision), optimizer=CLIPS[row["clip"]]),
         num_microbatches=NUM_MICROBATCHES[row["batches"]],
         recompute=RECOMPUTES[row["recompute"]](layout),
         precision=precision,

@@ -19,6 +19,7 @@ from tests.trials.gang import differences, run_gang
 from tests.trials.initial import check_all
 from tests.trials.pairwise import pairs_of
 from tests.trials.parity_knobs import (
+    CLIPPED,
     MAX_RANKS,
     THREE_STEPS,
     WIDE,
@@ -37,7 +38,7 @@ ROWS = read_rows()
 
 def name_of(row):
     """The row's values, without those that leave a knob off."""
-    silent = {"flat", "one", "whole", "sequence", "embedding", "keep", "eager", "loss", "device"}
+    silent = {"flat", "one", "whole", "sequence", "embedding", "keep", "eager", "loss", "device", "unclipped"}
     return "/".join(value for value in row.values() if value not in silent)
 
 
@@ -57,7 +58,16 @@ MORE_LAYOUTS = {
 NEUTRAL = {
     "pp": "flat", "dp": "one", "tp": "whole", "cp": "sequence", "embedding": "embedding", "batches": "m1",
     "recompute": "keep", "precision": "O0", "graph": "eager", "loss": "loss", "offload": "device",
+    "clip": "unclipped",
 }  # fmt: skip
+
+
+BASELINES = {
+    dataclasses.replace(workload, optimizer=optimizer): "/".join(filter(None, (size, clip)))
+    for workload, size in ((WORKLOAD, "m1/O0"), (WIDE, "wide"))
+    for optimizer, clip in ((WORKLOAD.optimizer, ""), (CLIPPED, "clipped"))
+}
+"""Names of the trials in one process, in fp32, that others are compared with, by workload."""
 
 
 def changed(spec, **knobs):
@@ -81,7 +91,8 @@ def matrix():
         "high": {"kernels": Kernels(matmul_precision="high")},
     }
     specs |= {f"ddp/m2/O0/{name}": changed(specs["ddp/m2/O0"], **knob) for name, knob in knobs.items()}
-    specs["wide"] = dataclasses.replace(specs["m1/O0"], workload=WIDE)
+    for workload, name in BASELINES.items():
+        specs[name] = dataclasses.replace(specs["m1/O0"], workload=workload)
     specs["ddp/m2/O0/workers"] = changed(specs["ddp/m2/O0"], loader=Loader(num_workers=1, prefetch_factor=2))
     return specs
 
@@ -143,7 +154,7 @@ def run_all(names):
 @functools.cache
 def baselines():
     """Trials in one process, in fp32."""
-    return run_all(["m1/O0", "wide"])
+    return run_all(list(BASELINES.values()))
 
 
 def tolerances(precision):
@@ -173,8 +184,7 @@ def test_representatives_are_few_and_show_every_value():
 @pytest.mark.representative(*sorted(REPRESENTATIVES))
 @pytest.mark.parametrize("name", sorted(MATRIX, key=world_size_of, reverse=True))
 def test_trains_like_a_single_process(name):
-    workload = MATRIX[name].workload
-    loss, norm = differences(results(PARTS[name])[name], baselines()["m1/O0" if workload == WORKLOAD else "wide"])
+    loss, norm = differences(results(PARTS[name])[name], baselines()[BASELINES[MATRIX[name].workload]])
     loss_limit, norm_limit = tolerances(MATRIX[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
 

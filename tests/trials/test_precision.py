@@ -88,7 +88,7 @@ def test_masters_divide_by_the_scale_in_fp32():
     """1e-3 / 2**15 is below float16's smallest number, yet the second moment must see it."""
     parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
     held = [HeldParameter(parameter)]
-    optimizer = LocalAdamW(held, grad_scale=lambda: 2.0**15, lr=1e-2, eps=0.0, weight_decay=0.0)
+    optimizer = LocalAdamW(held, grad_factor=lambda: 2.0**-15, lr=1e-2, eps=0.0, weight_decay=0.0)
     parameter.grad = torch.full((1,), 1e-3, dtype=torch.float16)
     optimizer.step()
     assert parameter.item() == pytest.approx(0.99, abs=1e-3)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu"]
-"""``cuda`` and ``rocm`` are both torch's device ``cuda``, with different tools and variables; ``npu`` is Huawei's
-Ascend."""
+"""``cuda`` and ``rocm`` are both torch's device ``cuda``, with different tools and variables; ``npu`` is Ascend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,7 @@ def without_devices(environment: Mapping[str, str]) -> dict[str, str]:
 PERIOD_S = 0.5
 """Seconds between two samples."""
 MAX_SAMPLES = 4096
-"""Most samples to keep: half an hour of them."""
+"""Maximum number of samples to keep: half an hour of them."""
 _PATIENCE_S = 2.0
 """Time limit for the last sample, in seconds: a faulty driver may block for ever."""
 POWER_CAP = 0x04

@@ -308,8 +308,8 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
 
 
 def _eager(spec: TrialSpec) -> TrialSpec:
-    """Return the trial without torch.compile, which needs real tensors; a compiled block keeps no more than an eager
-    one."""
+    """Return the trial without torch.compile, which needs real tensors; compiled blocks keep no more than eager
+    ones."""
     kernels = dataclasses.replace(spec.candidate.kernels, compile="off", memory_format="nchw")
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 

@@ -1,5 +1,4 @@
-"""Extrapolation from small trials to a large one: fewer layers, micro-batches and pipeline ranks. Standard library
-only."""
+"""Extrapolation from small trials with few layers, micro-batches and pipeline ranks. Standard library only."""
 
 from __future__ import annotations
 
@@ -287,8 +286,7 @@ class PipelineRank:
 
 
 def equivalents(small: PipelineRank, large: PipelineRank) -> list[int] | None:
-    """For every pass of ``large``, return the index of a pass of ``small`` in equal surroundings; None if one has
-    none."""
+    """Map every pass of ``large`` to the index of a pass of ``small`` in equal surroundings; None if one has none."""
     near: dict[tuple[Surroundings, Pass | None, Pass | None], int] = {}
     known: dict[Surroundings, int] = {}
     for i, (around, before, after) in enumerate(_with_neighbours(small)):
@@ -467,7 +465,7 @@ def shorter_ranks(layout: Layout, num_microbatches: int) -> tuple[PipelineRank, 
 
 
 def _shared(ranks: Sequence[PipelineRank]) -> PipelineRank | None:
-    """Return one rank for all; None if there is none other than one of several ranks themselves."""
+    """Return one rank that represents all; None if only one of several ``ranks`` itself does."""
     found = _shortest(ranks)
     return None if found in ranks and len(ranks) > 1 else found
 

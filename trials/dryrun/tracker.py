@@ -387,8 +387,7 @@ def draw_first_tile(
 
 
 class _Reducer:
-    """The part of DDP's reducer that pipelines call before the last backward pass; :class:`Replica` detects that by
-    hooks.
+    """The part of DDP's reducer that pipelines call before the last backward pass, which :class:`Replica` detects.
 
     ``no_sync`` switches reduction off and on again around each earlier pass, so there is nothing to do.
     """

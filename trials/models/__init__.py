@@ -1,4 +1,4 @@
-"""The models that a workload can have, and their losses. Knows shapes and pipeline stages, but no parallelism."""
+"""The models that a workload can have, and their losses. Depends on shapes and pipeline stages, not on parallelism."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
-    """Build the part of the workload's model in ``chunk``: built-in models on the meta device, custom ones with
+    """Build the part of the workload's model in ``chunk``: a built-in one on the meta device, a custom one with
     values."""
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:

@@ -22,7 +22,7 @@ from trials.spec import LinearModel, LlamaModel, ResNetModel
 # under tensor parallelism), V vocabulary.
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (maybe fewer heads); the result has ``q``'s shape."""
+"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (possibly fewer heads); shaped like ``q``."""
 
 
 class RMSNorm(nn.Module):

@@ -78,8 +78,7 @@ class ImportedModel(TrainModel):
 
 
 def _taken_out(module: nn.Module, path: str) -> Head:
-    """Return the linear module at ``path`` as a built-in head with its weights; ``module`` then returns the head's
-    input."""
+    """Move the linear module at ``path`` to a built-in head, which is returned; ``module`` then returns its input."""
     linear: Any = module.get_submodule(path)
     with torch.device("meta"):
         head = Head(linear.in_features, linear.out_features)

@@ -197,8 +197,7 @@ def submodule(module: nn.Module, path: str, key: str) -> nn.Module:
 def pipeline_problem(
     module: nn.Module, layers: str, before: Sequence[str] | None, after: Sequence[str] | None
 ) -> str | None:
-    """Return why the module cannot be cut into stages, as far as known without running it; None if no reason is
-    known."""
+    """Return why the module cannot be cut into stages, as far as known without running it; None if unknown."""
     if before is None or after is None:
         return "pipelines require the modules before and after the layers: set workload.before and .after"
     regions = {"before": [submodule(module, path, "before") for path in before]}
@@ -269,8 +268,7 @@ class Tile:
 
 
 class Draws:
-    """Generator on one device. It holds tables and one tile's counters, so create it when needed and drop it after
-    use."""
+    """Generator on one device. It holds tables and one tile's counters, so create it only for as long as needed."""
 
     def __init__(self, device: torch.device, tile_words: int | None = None) -> None:
         """``tile_words``: words drawn at a time, if not the device's default; the numbers do not depend on it."""
@@ -350,8 +348,7 @@ def _signed(word: int) -> int:
 
 @functools.cache
 def _quantile_lines() -> tuple[list[float], list[float]]:
-    """Return intercepts and slopes of the normal quantile of ``|x| / 2**32`` by the leading bits of ``x``, odd in
-    ``x``.
+    """Return intercepts and slopes of the normal quantile of ``|x| / 2**32`` by the leading bits of ``x``; odd.
 
     ``|x|`` is in [0.5, 2**31], up to the median, where the quantile is 0. Computed in fp64; the resulting fp32 numbers
     are rounded once.

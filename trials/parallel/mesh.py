@@ -86,7 +86,7 @@ def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None
 def leave_gang(*, ends_process: bool = False) -> bool:
     """Leave the gang, if this process is a member, regardless of its peers; return whether that worked.
 
-    If destroying the process group hangs, it is left to the end of the process. So it is on accelerators if
+    If destroying the process group hangs, it is left to the end of the process. On accelerators it always is if
     ``ends_process``: NCCL's destruction waits for all ranks, and the driver frees a process's resources when it ends.
     """
     if not dist.is_initialized() or (ends_process and dist.get_backend() != "gloo"):
@@ -251,8 +251,7 @@ class Pending:
         self._halves: tuple[Tensor, Tensor] | None = (token, result)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the arguments of :func:`finish` on the first call; then None, so that nothing keeps the result
-        alive."""
+        """Return the arguments of :func:`finish` on the first call; then None, so that the result can be freed."""
         halves, self._halves = self._halves, None
         return halves
 

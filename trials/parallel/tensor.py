@@ -329,7 +329,7 @@ def apply_copies(model: TrainModel, layout: Layout) -> None:
         return
     for layer in model.layers.values():
         assert isinstance(layer, Block)
-        assert isinstance(layer.attention.enter, Boundary), "legality asks for the local tensor-parallel engine"
+        assert isinstance(layer.attention.enter, Boundary), "legality requires the local tensor-parallel engine"
         layer.schedule = interleaved
 
 
@@ -416,12 +416,11 @@ def style_of(name: str, module: nn.Module) -> ParallelStyle:
 
 
 PIECE_ELEMENTS = 1 << 24
-"""Most logits with fp32 copies at a time: 64 MiB."""
+"""Maximum number of logits with fp32 copies at a time: 64 MiB."""
 
 
 def split_vocabulary(model: Llama, crossing: Borders, mesh: DeviceMesh | None) -> ShardMap:
-    """Split embedding and head over the group, in place, and return the splits; with ``mesh``, split them as
-    DTensors."""
+    """Split embedding and head over the group, in place, and return the splits; with ``mesh``, use DTensors."""
     group, split = crossing.group, []
     if model.tok_embeddings is not None:
         model.tok_embeddings = VocabParallelEmbedding(model.tok_embeddings, crossing.leave, mesh)
@@ -444,7 +443,7 @@ def split_head(model: ImportedModel, crossing: Borders, mesh: DeviceMesh) -> Non
 
 
 def chunk_loss(model: nn.Module, kernels: Kernels) -> None:
-    """Compute head and loss in :attr:`~trials.spec.Kernels.loss_chunks` parts of the positions, in place."""
+    """Split head and loss into :attr:`~trials.spec.Kernels.loss_chunks` parts of the positions, in place."""
     num_chunks = kernels.loss_chunks
     if num_chunks > 1 and isinstance(model, Llama | ImportedModel) and model.output is not None:
         head = model.output
@@ -529,11 +528,11 @@ def split_loss(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
 def chunked_loss(
     x: Tensor, weight: Tensor, targets: Tensor, *, num_chunks: int, group: Group | None, by: LossKernels | None = None
 ) -> Tensor:
-    """Mean cross entropy in fp32 of hidden states ``[B, S, D]`` against the tokens ``[B, S]``, chunk by chunk.
+    """Return the mean cross entropy in fp32 of hidden states ``[B, S, D]`` against the tokens ``[B, S]``, by chunks.
 
-    The logits of a chunk are dropped after the forward pass and computed again in the backward pass, where the scale
-    of the loss is known, and nothing of the size of the weight waits for it. Not part of a compiled graph, which would
-    keep what is computed twice; ``by`` may be compiled.
+    The logits of a chunk are dropped after the forward pass and recomputed in the backward pass, where the scale of the
+    loss is known; so no buffer of the weight's size is kept. It is not part of a compiled graph, which would keep what
+    is computed twice; ``by`` may be compiled.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -646,13 +645,13 @@ def _row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tens
 
 
 def _fused_row_sums(logits: Tensor, ids: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`_row_sums`, for the compiler: it makes one kernel of it, without fp32 copies in memory."""
+    """Variant of :func:`_row_sums` that compiles to one kernel, without fp32 copies in memory."""
     wanted = logits.gather(1, ids[:, None])[:, 0].float()
     return logits.float().logsumexp(1), torch.where(absent, 0.0, wanted)
 
 
 def _fused_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> Tensor:
-    """What :func:`_into_gradient` writes, for the compiler."""
+    """Return what :func:`_into_gradient` writes; for compilation."""
     one = torch.where(absent, 0.0, scale)[:, None]
     columns = torch.arange(logits.shape[1], device=logits.device)
     grad = (logits.float() - total[:, None]).exp() * scale
@@ -665,7 +664,7 @@ def _fused_into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Ten
 
 @dataclass(frozen=True, slots=True)
 class LossKernels:
-    """The element-wise part of a loss in chunks."""
+    """Elementwise kernels of a chunked loss."""
 
     row_sums: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     into_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -673,7 +672,7 @@ class LossKernels:
 
 @functools.cache
 def loss_kernels(backend: str | None) -> LossKernels:
-    """Operators one by one, or what this backend of torch.compile makes of them."""
+    """Return eager kernels or, with a backend of torch.compile, compiled ones."""
     if backend is None:
         return LossKernels(_row_sums, _into_gradient)
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)

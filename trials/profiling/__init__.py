@@ -1,1 +1,1 @@
-"""Profiles of some steps of a trial: traces, operator times, collectives, graphs. Knows the training loop."""
+"""Profiles of some steps of a trial: traces, operator times, collectives, graphs. Depends on the training loop."""

@@ -1,5 +1,4 @@
-"""Detection of the running module: by hooks in forward passes, by the creation of its autograd nodes in backward
-ones."""
+"""Detection of the running module: by hooks in the forward pass, by autograd's node numbers in the backward pass."""
 
 from __future__ import annotations
 

@@ -115,8 +115,7 @@ def step_times(events: Iterable[Event]) -> tuple[StepTimes, ...]:
 
 
 def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
-    """Return intervals of communication and of computation: the accelerator's if the trace has kernels, else the
-    CPU's."""
+    """Return intervals of communication and computation: the accelerator's if the trace has kernels, else the CPU's."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
         is_nccl = ["nccl" in event["name"].lower() for event in kernels]
@@ -473,7 +472,7 @@ def long_enough_program(protocol: Protocol, spec: ProfileSpec) -> Protocol:
 
 
 def program_ranks(spec: ProfileSpec, world_size: int) -> tuple[int, ...]:
-    """Return the ranks of a training program to record: the requested ones that exist, else all, or a spread of
-    many."""
+    """Return the ranks of a training program to record: the requested ones that exist, else all or evenly spaced
+    ones."""
     requested = tuple(rank for rank in sorted(set(spec.ranks)) if rank < world_size)
     return requested or tuple(range(0, world_size, math.ceil(world_size / MAX_PROGRAM_RANKS)))

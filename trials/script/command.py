@@ -177,8 +177,7 @@ def with_hook(python_path: str | None, *, hook: bool = True) -> str:
 
 
 def inside_knobs(command: ScriptCommand) -> tuple[str, ...]:
-    """Return the names of the knobs for the hook to set inside the program, from the file named in the command's
-    environment."""
+    """Return the names of the knobs for the hook to set inside the program, from the command's knob file."""
     paths = [pair[1] for pair in command.env if len(pair) == 2 and pair[0] == KNOBS_VARIABLE]
     texts = (file.text for file in command.files if f"{{{file.name}}}" in paths)
     return tuple(name for text in texts for name in json.loads(text)["knobs"])

@@ -192,8 +192,7 @@ def failure(
     where: str,
     is_megatron: bool,
 ) -> Exception | None:
-    """Return the error to raise for a program that ended before its steps were measured; None if only its exit code is
-    known.
+    """Return the error to raise for a program that ended before its steps were measured; None if its exit code is all.
 
     Args:
         where: its progress, as a clause: ``after 3 of 10 steps``.
@@ -229,7 +228,7 @@ REPORT_SLACK_S = 0.2
 MOST_MISSED = 0.75
 """Smallest fraction of another source's steps that a hook counts, if both count the same steps."""
 MOST_MOVED = 4
-"""The measured steps move on by at most so many times their number, see :meth:`Judge.settle`."""
+"""Limit on moving the measured steps, as a multiple of their number; see :meth:`Judge.settle`."""
 NORMS_IN_A_ROW = 3
 """Consecutive non-finite gradient norms that mean divergence; fewer are steps skipped by loss scaling."""
 SHARDS_TOLERANCE = 0.7
@@ -260,6 +259,8 @@ class Judge:
         self._command = command
         self._book = book
         self._measured = range(command.num_warmup_steps + 1, command.num_required_steps + 1)
+        self._left_to_move = 0
+        """Steps by which the measured ones still move on."""
 
     def times(self) -> MeasuredSteps | None:
         """Return the times of the measured steps; None until one source has reported all of them.
@@ -269,8 +270,17 @@ class Judge:
         found = self._timed()
         if not found:
             return None
-        slowest = (max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured)
-        return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
+        slowest = [max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured]
+        return MeasuredSteps(source=found[0][0].name, values=_averaged(slowest, self._period()))
+
+    def _period(self) -> int:
+        """Steps until every loader worker has delivered as many batches as the others.
+
+        Workers that start together deliver together: of as many steps, one waits and the others do not.
+        """
+        facts = self._facts()
+        workers = facts.get("num_workers") or 1
+        return int(workers // math.gcd(workers, _micro_batches(facts) or 1))
 
     @property
     def num_warmup_steps(self) -> int:
@@ -278,17 +288,19 @@ class Judge:
         return self._measured.start - 1
 
     def settle(self, *, is_last: bool = False) -> bool:
-        """Move the measured steps on while they use up batches that worker processes had loaded before them.
+        """Move the measured steps forward while they use batches that worker processes had loaded before them.
 
-        Workers get ahead while the program starts and the hook looks at its first steps. Until that lead is gone, steps
-        take less time than loading does. Returns whether the measured steps are final.
+        Workers get ahead while the program starts and the hook inspects its first steps. Until that lead is used up,
+        steps take less time than loading. Return whether the measured steps are final.
 
         Args:
-            is_last: whether to accept the present ones if no further steps are there.
+            is_last: whether to accept the current ones if there are no further steps.
         """
         most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
-        while self._is_ahead():
+        while self._is_ahead() or self._left_to_move:
             if self.num_warmup_steps < most and self.num_steps >= self._measured.stop:
+                # After the lead is gone, the batches that the workers have begun are further than usual.
+                self._left_to_move = self._period() if self._is_ahead() else self._left_to_move - 1
                 self._measured = range(self._measured.start + 1, self._measured.stop + 1)
             elif self.num_warmup_steps < most and not is_last:
                 return False
@@ -298,8 +310,8 @@ class Judge:
         return True
 
     def _is_ahead(self) -> bool:
-        """Whether fewer loaded batches are left after the measured steps than were there before, or the hook looked at
-        the program within them."""
+        """Whether fewer loaded batches are left after the measured steps than before them, or the hook inspected the
+        program during them."""
         before, last = self._measured.start - 1, self._measured.stop - 1
         for series in self._book.series.values():
             ahead = series.by_step("batches_ahead")
@@ -627,6 +639,17 @@ class Judge:
 
     def _covers(self, table: dict[int, LogValue]) -> bool:
         return all(step in table for step in self._measured)
+
+
+def _averaged(values: Sequence[LogValue], period: int) -> tuple[LogValue, ...]:
+    """The mean of each value and the next ones, ``period`` in all, beginning again after the last; their sum stays."""
+    width = min(period, len(values))
+    if width <= 1:
+        return tuple(values)
+    groups = ([values[(first + i) % len(values)] for i in range(width)] for first in range(len(values)))
+    return tuple(
+        LogValue(statistics.fmean(one.value for one in group), max(one.resolution for one in group)) for group in groups
+    )
 
 
 def _is_full(table: dict[int, LogValue], steps: range) -> bool:

@@ -36,7 +36,7 @@ MAX_LOG_BYTES = 32 << 20
 HEAD_BYTES = 24 << 20
 """Bytes kept from the beginning of a rank's output."""
 TAIL_BYTES = 1 << 20
-"""Least bytes kept from its end."""
+"""Minimum bytes kept from its end."""
 
 _ENDS = re.compile(rb"[\r\n]")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -162,11 +162,11 @@ class BoundedLog:
 
 CHUNK = 1 << 18
 MAX_FILE_BYTES = 64 << 20
-"""Most bytes read from a file that keeps growing."""
+"""Maximum bytes read from a file that keeps growing."""
 MAX_BYTES_PER_POLL = 4 << 20
-"""Most bytes read from a file at once, so that other files and the program's output get their turn."""
+"""Maximum bytes read from a file at once, so that other files and the program's output get their turn."""
 MAX_FILES = 64
-"""Most files followed per pattern."""
+"""Maximum number of files followed per pattern."""
 POLL_AGAIN_S = 1.0
 """Seconds between searches for new files, unless it is urgent."""
 
@@ -186,8 +186,7 @@ class FileTail:
         self.since_s = self._polled_s = time.monotonic() if since_s is None else since_s
         """When (monotonic) the latest lines did not exist yet."""
         self.written_s = self.since_s
-        """When the file was last written to: its modification time, set by the kernel, limited to the interval between
-        two reads."""
+        """When the file was last written to: its modification time, limited to the interval between two reads."""
         self.num_bytes = 0
         """Bytes read so far, over all files of this name."""
         self.is_full = False

@@ -164,8 +164,8 @@ def _children() -> list[int]:
 POLL_S = 0.1
 """Seconds between reads of files."""
 REPORTS_S = 0.02
-"""Least seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per step
-see each line separately; more of them would take time from programs that use all cores."""
+"""Minimum seconds between reads of report files: the arrival of their lines shows how long steps took. Two reads per
+step see each line separately; more of them would take time from programs that use all cores."""
 PEERS_S = 0.2
 """Seconds between reads of the states of the node's ranks."""
 MAX_JUDGING = 0.05
@@ -177,12 +177,11 @@ READS_PER_POLL = 16
 DRAIN_S = 1.0
 """Time limit for reading the output of an ended program, in seconds: its leftover processes may print for ever."""
 GRACE_S = 2.0
-"""Seconds, in addition to the time of two steps, for peers on other nodes to end the step in which this rank is
-done."""
+"""Seconds, in addition to the time of two steps, that peers on other nodes get to end this rank's last step."""
 MAX_GRACE_S = 30.0
 """Seconds that a rank with all its steps waits for those of its node, and at most for others."""
 SETTLE_S = 20.0
-"""Seconds that the program may take until its loader workers are no further ahead; below :data:`MAX_GRACE_S`."""
+"""Seconds that loader workers may take to lose their lead; less than :data:`MAX_GRACE_S`."""
 PEER_WAIT_S = 5.0
 """Seconds that a rank without reports waits for one that reports for it, after its program has succeeded."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
@@ -228,7 +227,7 @@ class ProgramWatch:
         self._reported_state: PeerState | None = None
         self._has_measured = False
         self._settles_since_s: float | None = None
-        """When all required steps were there."""
+        """When all required steps were complete."""
         self._peers: list[PeerState] = []
         self._polled_peers_at_s = 0.0
         self._disk_full_since_s: float | None = None
@@ -595,8 +594,7 @@ def _pattern(file: str, command: ScriptCommand, places: Places) -> str:
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
-    """Run this rank's program and return its :class:`RankReport` as JSON; one without steps if another rank reports for
-    it.
+    """Run this rank's program; return its :class:`RankReport` as JSON, without steps if another rank reports for it.
 
     ``spec`` is a :class:`ScriptCommand` as JSON. Returns or raises only after all processes of the program have ended.
 

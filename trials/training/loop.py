@@ -56,7 +56,7 @@ from trials.recompute import RecomputeMeter, apply_recompute
 from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
 from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages_total
 from trials.spec import Candidate, Layout, Precision, TrialSpec
-from trials.training.optimizer import build_optimizer
+from trials.training.optimizer import build_optimizer, multiply
 
 # ---- One optimiser step: micro-batches forward and backward, global gradient norm, update
 
@@ -74,6 +74,10 @@ class StepResult:
 
 _ROW = 1 << 16
 """Number of elements whose squares fp32 sums with an error of only a few units in the last place."""
+
+
+_CLIP_EPS = 1e-6
+"""Added to the gradient norm when clipping, as in PyTorch, Megatron-LM and DeepSpeed."""
 
 
 class Trainer:
@@ -98,8 +102,14 @@ class Trainer:
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self._clip_norm = spec.workload.optimizer.clip_norm
+        self._grad_factor: float | Tensor = 1.0
         self.optimizer = build_optimizer(
-            spec.workload.optimizer, self.gradients.held, self.scaler, device, on_host=candidate.offload.optimizer
+            spec.workload.optimizer,
+            self.gradients.held,
+            device,
+            grad_factor=lambda: self._grad_factor,
+            on_host=candidate.offload.optimizer,
         )
         # Among the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
@@ -147,14 +157,22 @@ class Trainer:
         """Update, with loss scaling only if the gradients are finite, which the host must wait for; then adjust the
         scale. All ranks decide alike, because the totals are the gang's."""
         scaler = self.scaler
-        if scaler is None:
-            self._update()
-            return
-        finite = self._is_finite(totals)
+        finite = scaler is None or self._is_finite(totals)
         if finite:
-            self.gradients.unscale(scaler.scale)
+            self._grad_factor = self._factor_for(totals[1])
+            self.gradients.multiply(self._grad_factor)
             self._update()
-        scaler.update(finite=finite)
+        if scaler is not None:
+            scaler.update(finite=finite)
+
+    def _factor_for(self, norm: Tensor) -> float | Tensor:
+        """Return what gradients are multiplied by before the update: it removes the loss scale and, if their unscaled
+        ``norm`` exceeds the limit, clips them to it. With clipping it stays on the device, equal on every rank."""
+        unscaling = 1.0 / self._scale()
+        if not self._clip_norm:
+            return unscaling
+        clipping = (self._clip_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+        return (unscaling * clipping).to(torch.float32)
 
     def _is_finite(self, totals: Tensor) -> bool:
         return bool(torch.isfinite(totals[1]).item())
@@ -263,8 +281,7 @@ class Gradients:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Give every gradient its parameter's form: summed over the tensor-parallel group, and placed like the
-        parameter.
+        """Complete every gradient: summed over the tensor-parallel group, and placed like its parameter.
 
         Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the embedding).
         """
@@ -278,8 +295,7 @@ class Gradients:
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """Return this rank's share of the squared global gradient norm; the sum over all ranks is the square of the
-        norm.
+        """Return this rank's share of the squared global gradient norm; summed over all ranks, it is the squared norm.
 
         Each rank adds its local squares, divided by the number of ranks that hold the same elements, so one rule covers
         every mixture of replication and sharding. The result is a scalar in the widest available format.
@@ -292,11 +308,11 @@ class Gradients:
         return total
 
     @torch.no_grad()
-    def unscale(self, scale: float) -> None:
-        """Divide fp32 gradients by ``scale``; 16-bit ones are left to the optimiser with fp32 masters."""
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply fp32 gradients by ``factor``; 16-bit ones are left to the optimiser with fp32 masters."""
         grads = [grad for grad in gradients_of(self.held) if grad.dtype == torch.float32]
         if grads:
-            torch._foreach_mul_(grads, 1.0 / scale)
+            multiply(grads, factor)
 
 
 def _square_sum(tensors: list[Tensor]) -> Tensor:
@@ -633,14 +649,12 @@ class Stage(PipelineStage):
         return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the operations with which torch before 2.12 connects ranks first; none to itself, at the turn of a
-        V."""
+        """Return the operations with which torch before 2.12 connects ranks; none to itself, at the turn of a V."""
         rank = dist.get_rank()
         return [operation for operation in super()._get_init_p2p_neighbors_ops() if operation.peer != rank]
 
     def _shape_inference(self, *args: Any, **options: Any) -> Any:
-        """Adapt torch before 2.12, which has this instead of :meth:`_compute_outputs` and calls it as the stage's
-        module."""
+        """Adapt torch before 2.12, which calls this as the stage's module instead of :meth:`_compute_outputs`."""
         module = self.submod
         self.submod = functools.partial(self._compute_outputs, module=module)  # type: ignore[assignment]
         try:
@@ -700,8 +714,7 @@ class Pipeline:
         return torch.stack(self._losses[-self._num_microbatches :]).mean()
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss for the schedule's backward pass: gradients of the mean over micro-batches, scaled for 16
-        bits."""
+        """Return the loss for the schedule's backward pass: for gradients of the mean over micro-batches, scaled."""
         self._marker.mark("bubble")
         with self._context():
             loss = self._loss(outputs, targets)

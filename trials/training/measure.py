@@ -542,8 +542,7 @@ class Measurer:
             self._recording.memory_bytes.append(self._step_memory())
 
     def _read(self, *, leave: int) -> None:
-        """Read all queued steps except the last ``leave``; of the gang's agreements, leave the last ``leave`` of
-        those."""
+        """Read all queued steps except the last ``leave``, and likewise the gang's agreements."""
         while len(self._issued) > leave:
             self._read_own(self._issued.popleft())
         while len(self._agreeing) > leave:

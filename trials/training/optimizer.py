@@ -14,7 +14,6 @@ from torch import Tensor
 from trials import offload
 from trials.offload import GRANULE_BYTES, CopyStream, Region, host_memory_for
 from trials.parallel.mesh import HeldTensor
-from trials.precision import LossScaler
 from trials.spec import AdamW
 
 # The workload's optimiser: AdamW on this rank's part of the model, with fp32 copies of 16-bit weights.
@@ -25,12 +24,13 @@ with warnings.catch_warnings():
     from torch.optim.adamw import adamw
 
 WORKSPACE_BYTES = 128 << 20
-"""Most bytes of fp32 copies of 16-bit gradients at a time: enough for kernels of about 0.1 ms."""
+"""Maximum bytes of fp32 copies of 16-bit gradients at a time: enough for kernels of about 0.1 ms."""
 
 
 def options_of(config: AdamW) -> dict[str, Any]:
     """Return the workload's options under torch's names."""
     options = dataclasses.asdict(config)
+    del options["clip_norm"]  # the training step applies it
     options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     return options
 
@@ -91,17 +91,17 @@ class LocalAdamW(torch.optim.Optimizer):
 
     Parameters are updated in groups, so that fp32 copies of 16-bit gradients take at most :data:`WORKSPACE_BYTES`, and
     new weights are sent to other ranks while the next ones are computed. The update does not wait for them. Gradients
-    are divided by ``grad_scale()`` after the cast, so that small ones do not underflow. States are created in the first
-    step: FSDP may move shards before its first forward pass, and parameters have their final memory format by then.
+    are multiplied by ``grad_factor()`` after the cast, so that small ones do not underflow. States are created in the
+    first step: FSDP may move shards before its first forward pass, and parameters have their final memory format then.
     """
 
     def __init__(
-        self, held: Sequence[HeldTensor], *, grad_scale: Callable[[], float] = lambda: 1.0, **hyper: Any
+        self, held: Sequence[HeldTensor], *, grad_factor: Callable[[], float | Tensor] = lambda: 1.0, **hyper: Any
     ) -> None:
         parameters = [parameter for one in held for parameter in one.parameters]
         super().__init__(parameters, {})
         self._held = list(held)
-        self._grad_scale = grad_scale
+        self._grad_factor = grad_factor
         self._hyper = hyper
         self._groups: list[list[Slice]] | None = None
 
@@ -138,7 +138,7 @@ class LocalAdamW(torch.optim.Optimizer):
             torch._foreach_copy_([state.values for state in copied], [state.master for state in copied])
 
     def _in_fp32(self, pairs: list[tuple[UpdateState, Tensor]]) -> list[Tensor]:
-        """Return gradients for the update: fp32, unscaled, in the memory layout of their masters."""
+        """Return gradients for the update: fp32, unscaled and clipped, in the memory layout of their masters."""
         grads, short = [], []
         for state, grad in pairs:
             if grad.dtype == torch.float32 and grad.stride() == state.master.stride():
@@ -148,14 +148,21 @@ class LocalAdamW(torch.optim.Optimizer):
             grads[-1].copy_(grad)
             if grad.dtype != torch.float32:
                 short.append(grads[-1])
-        scale = self._grad_scale()
-        if short and scale != 1.0:
-            torch._foreach_mul_(short, 1.0 / scale)
+        if short:
+            multiply(short, self._grad_factor())
         return grads
 
     def _fp32_room(self, master: Tensor) -> Tensor:
         """Return memory for the fp32 copy of a gradient, in the layout of ``master``."""
         return torch.empty_like(master)
+
+
+def multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients by a factor, which may be on a device, in place."""
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    elif factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
 
 
 def publish(group: list[Slice]) -> None:
@@ -234,12 +241,20 @@ def adamw_update(
 
 
 def build_optimizer(
-    config: AdamW, held: Sequence[HeldTensor], scaler: LossScaler | None, device: torch.device, *, on_host: bool
+    config: AdamW,
+    held: Sequence[HeldTensor],
+    device: torch.device,
+    *,
+    grad_factor: Callable[[], float | Tensor],
+    on_host: bool,
 ) -> LocalAdamW | None:
-    """Build AdamW for this rank's part; None for a rank without parameters, such as a pipeline stage without layers."""
+    """Build AdamW for this rank's part; None for a rank without parameters, such as a pipeline stage without layers.
+
+    ``grad_factor()`` gives what 16-bit gradients are multiplied by in fp32; those in fp32 come multiplied.
+    """
     if not held:
         return None
-    options: dict[str, Any] = {"grad_scale": lambda: 1.0 if scaler is None else scaler.scale, **options_of(config)}
+    options: dict[str, Any] = {"grad_factor": grad_factor, **options_of(config)}
     return HostAdamW(held, device, **options) if on_host else LocalAdamW(held, **options)
 
 

@@ -16,7 +16,7 @@ from cluster.cost.peak_memory import (
     KNOWN,
     MAX_HABITS,
     Structure,
-    apart,
+    distinct_structures,
     log_slopes,
     passes_bytes,
     stage_bytes,
@@ -380,7 +380,7 @@ def test_habits_leave_time_and_layout_alone():
 def test_structures_that_do_not_differ_are_one():
     """Without any parallelism most habits show nowhere; their structures' probabilities are added up."""
     x = inputs(row(dp_shard=1, zero_stage=0, num_microbatches=1))
-    different = apart(FOREIGN, x)
+    different = distinct_structures(FOREIGN, x)
     assert len(different) < len(FOREIGN) / 4
     total = sum(structure.probability for structure in FOREIGN)
     assert sum(structure.probability for structure, _ in different) == pytest.approx(total)

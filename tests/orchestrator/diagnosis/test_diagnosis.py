@@ -43,7 +43,19 @@ from tests.support.proof_story import proof_events
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
 from trials.reports import Findings, LoaderPoint, LoaderTuningReport, PatternEffect, ScriptReport
-from trials.spec import Candidate, CustomChoice, Kernels, Layout, LinearModel, Loader, Precision, RandomData, TrialSpec
+from trials.spec import (
+    Candidate,
+    CustomChoice,
+    Kernels,
+    Layout,
+    LinearModel,
+    Loader,
+    Precision,
+    RandomData,
+    ScriptData,
+    ScriptModel,
+    TrialSpec,
+)
 
 SHARDED = Layout(dp_shard=16, zero_stage=3)
 EVEN = pipeline(8, 8, 8, 8, dp_replicate=2)
@@ -255,6 +267,10 @@ def test_custom_knobs_answer_by_what_their_name_means():
     assert (found.kind, found.evidence) == ("io", ("no loading processes",))
     assert (found.remedy.changed, found.remedy.trial) == ({knob: (0, 4)}, 2)
     assert "num_workers" not in found.fixed and "pin_memory" in found.fixed
+    assert explained.chosen.changed == {knob: (0, 4)}
+    assert explained.chosen.bottleneck.note.endswith(
+        "no candidate has more than 4 loading processes: add 8 to num_workers"
+    )
     unknown = explain_sweep(sweep([Candidate()], outcomes[:1]), Basis()).bottleneck
     assert unknown.evidence == (), "what the program does by itself is not known"
 
@@ -330,3 +346,30 @@ def test_a_baseline_outside_of_the_space_is_answered_from_inside_of_it():
     found = diagnosed([outside, *inside]).bottleneck
     assert found.kind == "bubble"
     assert set(found.remedy.changed) == {"micro_batch_size", "full_batch"}
+
+
+def test_a_winner_of_several_knobs_is_explained_by_all_of_them_and_buckets_are_among_them():
+    """No knob alone was tried: the step's largest part is answered by none of them, but the change is shown."""
+    program = replace(
+        WORKLOAD, model=ScriptModel(recipe="custom", run=("x",), cwd="/", launcher="env"), data=ScriptData()
+    )
+    both = (
+        CustomChoice(name="inside:ddp_bucket_mb", value=100.0),
+        CustomChoice(name="inside:training_arguments.dataloader_num_workers", value=2),
+    )
+    layout = Layout(dp_replicate=2)
+    candidates = [Candidate(layout=layout), Candidate(layout=layout, micro_batch_size=2, own=both)]
+    clock = StepBreakdown(communication_s=0.5, forward_s=0.2, backward_s=0.2, other_s=0.1)
+    outcomes = [
+        measured(s, world_size=2, breakdown=clock, findings=Findings(script=ScriptReport())) for s in (1.0, 0.7)
+    ]
+    state = sweep(candidates, outcomes, program)
+    explained = explain_sweep(state, Basis(candidates=tuple(candidates)))
+    assert set(explained.chosen.changed) == {"micro_batch_size", *(choice.name for choice in both)}
+    shown = text(render_sweep_explanation(explained), width=200)
+    assert "micro_batch_size 1 → 2" in shown and "inside:ddp_bucket_mb inherited → 100.0" in shown
+    assert "inside:ddp_bucket_mb" in explained.baseline.bottleneck.knobs
+    alone = explain_sweep(sweep(candidates[:1], outcomes[:1], program), Basis(candidates=tuple(candidates[:1])))
+    assert "ddp_bucket_mb" in text(render_sweep_explanation(alone), width=200)
+    (change,) = explain_changes(state.trials[0], tuple(candidates), state, Basis())
+    assert change.trial.number == 1

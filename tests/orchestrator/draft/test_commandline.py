@@ -125,9 +125,8 @@ def test_options_of_usual_names_become_placeholders_and_knobs(tmp_path):
     argv = ("python", "t.py", "--bs=4")
     source = read_source(find_script(argv, tmp_path))
     found = read_program(argv, source, is_gpu=False)
-    assert shlex.join(found.argv) == (
-        "python t.py '--bs={micro_batch_size}' --grad-accum '{accumulation}' --ckpt-dir '{out}' --iters '{steps}'"
-    )
+    assert shlex.join(found.argv) == ("python t.py '--bs={micro_batch_size}' --grad-accum '{accumulation}'")
+    assert found.trial == ("--ckpt-dir", "{out}", "--iters", "{steps}")
     assert (found.micro_batch_size, found.accumulation, found.seq_length) == (4, 1, 64)
     assert found.own == {
         "--dtype": {"values": ["fp32", "bf16"], "memory": "falls"},

@@ -9,6 +9,7 @@ import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
+from orchestrator.draft.program_reading import worker_counts
 
 ARGPARSE = "import argparse\np = argparse.ArgumentParser()\n"
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
@@ -130,9 +131,9 @@ def test_switches_of_click_and_argparse_are_read(folder):
     written, document = drafted(folder, "python amp.py", "--force")
     usual = {"own": {"$OMP_NUM_THREADS": [1, max(2, os.cpu_count() or 1)]}}
     assert written["space"] == usual, "--amp-dtype acts only with --amp"
-    text, workers = (folder / "amp.py").read_text(), 2 if (os.cpu_count() or 1) <= 4 else 4
+    text, workers = (folder / "amp.py").read_text(), worker_counts(0, os.cpu_count() or 1)
     (folder / "amp.py").write_text(f"from torch.utils.data import DataLoader\n{text}loader = DataLoader([])\n")
-    assert drafted(folder, "python amp.py", "--force")[0]["space"] == {"inside": {"num_workers": [0, workers]}}
+    assert drafted(folder, "python amp.py", "--force")[0]["space"] == {"inside": {"num_workers": workers}}
     assert any(note.startswith("--amp: not tried on CPUs") for note in document["not_read"])
 
 

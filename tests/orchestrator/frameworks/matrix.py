@@ -6,8 +6,8 @@ from tests.orchestrator.frameworks.all_fields import all_paths, handled, parts
 
 
 def rows():
-    """Fields of a candidate one by one; of a workload by the part that recipes treat as one. No format has any of the
-    user's own programs: what exports those is their overlay."""
+    """Fields of a candidate one by one; of a workload by the part that recipes treat as one. Custom programs have no
+    fields here: their overlay exports them."""
     whole = {"loader.tuning", "precision.loss_scale", "workload.data", "workload.model.llama"}
     other = {"workload.model.resnet", "workload.model.linear", "workload.model.kind", "workload.model.script", "own"}
     other |= {"workload.model.python", "workload.model.huggingface"}
@@ -27,9 +27,14 @@ def mark(name, row):
 
 
 def table():
+    """Fields with the same marks share a row; fields that most formats have a setting for come first."""
+    fields = {}
+    for row in rows():
+        fields.setdefault(tuple(mark(name, row) for name in formats()), []).append(f"`{row}`")
     head = ["field", *formats()]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| `{row}` | {' | '.join(mark(name, row) for name in formats())} |" for row in rows()]
+    for marks in sorted(fields, key=lambda marks: (-marks.count("yes"), fields[marks])):
+        lines.append(f"| {', '.join(fields[marks])} | {' | '.join(marks)} |")
     return "\n".join(lines) + "\n"
 
 

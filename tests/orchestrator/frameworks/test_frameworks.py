@@ -76,6 +76,18 @@ def test_what_an_export_says_is_said_again_without_loss(name):
     assert count > 5
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_limit_of_the_gradient_norm_is_written_and_read(name):
+    found = {}
+    for limit in (0.0, 1.0, 0.25):
+        workload = replace(WORKLOAD, optimizer=replace(WORKLOAD.optimizer, clip_norm=limit))
+        made = export(name, Candidate(), workload)
+        assert recipe(name).parse(made.files).values["workload.optimizer.clip_norm"] == limit
+        assert [note for note in made.notes if "clip_norm" in note.knob] == []
+        found[limit] = made.files
+    assert found[0.0] != found[1.0] != found[0.25]
+
+
 def test_torchrun_loses_nothing():
     for candidate, workload in goldens.configurations()[:150:5]:
         made = export("torchrun", candidate, workload)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.program.candidate_command import CHANGES, START, artifact, file_names
+from orchestrator.frameworks.shell import with_exports
+from orchestrator.program.candidate_command import CHANGES, START, artifact, file_names, script_command
 from tests.orchestrator.config.test_script import changed, write
+from trials.spec import Protocol
 
 TELL = """
 import json, os, sys
@@ -99,3 +101,29 @@ def test_what_starts_the_ranks_is_no_change(tmp_path):
         "---gradient_accumulation_steps 4",
         "---per_device_train_batch_size 2",
     ]
+
+
+def test_what_only_trials_need_is_not_exported(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    run = ["python", "train.py", "-b", "{micro_batch_size}", "-o", "mine", "config.json", "--workers", "{num_workers}"]
+    trial = ["-o", "{out}", "--log-interval", "1", "trainer.log=1"]
+    config = {"zero": {"stage": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = changed(
+        {"workload.run": run, "workload.trial_args": trial, "workload.env": {"OMP_NUM_THREADS": "1"}}
+        | {"workload.files": {"config": "config.json"}, "workload.launcher": "own"}
+        | {"baseline": {"micro_batch_size": 4, "num_workers": 0, "dp_replicate": 2}}
+        | {"space": {"num_workers": [0, 2], "own": {"config:zero.stage": [1, 2]}}}
+    )
+    spec = load_sweep(write(tmp_path, data))
+    candidate = spec.candidate_of({"num_workers": 2}, {"config:zero.stage": 2})
+    measured = script_command(spec.script, candidate, Protocol(), device="cpu").argv
+    assert measured[2:] == (
+        *("-b", "4", "-o", "{out}", "{config}", "--workers", "2", "--log-interval", "1", "trainer.log=1"),
+    )
+    made = artifact(spec.script, candidate, "t001")
+    start = with_exports(made.files, {"threads_per_device": "2"})[START]
+    assert start.splitlines()[-1] == 'python train.py -b 4 -o mine "$here"/config.json --workers 2'
+    assert start.count("OMP_NUM_THREADS") == 1 and "export OMP_NUM_THREADS=1\n" in start
+    changes = [line for line in made.changes.splitlines() if line[0] in "+-" and line[:4] not in ("+++ ", "--- ")]
+    assert changes == ["---workers 0", "+--workers 2", '-    "stage": 1', '+    "stage": 2']

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.confirmation.verification import World, rates
 from orchestrator.config.settings import BaselineSection, SpaceSection
@@ -16,12 +17,13 @@ from orchestrator.promotion import verify as drift
 from orchestrator.promotion.manifest import trajectory_json
 from orchestrator.promotion.references import store
 from orchestrator.promotion.release import Releases
-from orchestrator.promotion.verify import DriftFinding, baseline_section, space_section, verify
+from orchestrator.promotion.verify import DriftFinding, Verification, baseline_section, space_section, verify
 from orchestrator.proof.confirmation import Rounds, change
 from orchestrator.space.space import build_candidate, knob_values
 from orchestrator.sweep.events import GateSettings
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home
+from orchestrator.terminal.result_screen import render_verification
 from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
 from tests.orchestrator.space.candidate_strategies import random_candidate
@@ -218,3 +220,16 @@ def test_what_cannot_be_measured_again_is_said(tmp_path: Path):
     for reference in ("llama@7", "other", "llama@nowhere"):
         with pytest.raises(ConfigError, match="the registry has no"):
             verify(reference, own, Quiet())
+
+
+def test_a_reason_is_shown_once():
+    why = "4 of 4 rounds were measured on a busy machine"
+    findings = (
+        DriftFinding(kind="library", is_drift=False, text="the environment is unchanged"),
+        DriftFinding(kind="speed", is_drift=False, is_open=True, text=why),
+    )
+    found = Verification(name="m", version="1", findings=findings, ignored=(), change=None, sweeps=(), at_s=0.0)
+    assert (found.result, found.doubts) == ("could not verify: speed", (f"speed: {why}",))
+    with (console := Console(width=200, color_system=None)).capture() as shown:
+        console.print(render_verification(found))
+    assert shown.get().count(why) == 1

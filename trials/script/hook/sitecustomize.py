@@ -1,5 +1,4 @@
-"""Python imports this at start if its folder is on PYTHONPATH: it makes an unchanged training program report, and tunes
-it.
+"""Start-up module that Python imports from PYTHONPATH: makes an unchanged training program report, and tunes it.
 
 It does nothing unless ``TUNE_CLUSTER_REPORT`` names a folder or ``TUNE_CLUSTER_KNOBS`` a file. It also runs the
 ``sitecustomize`` that it hides, if any. It supports every Python from 3.8 on, and needs no packages.

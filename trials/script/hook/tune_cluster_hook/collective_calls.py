@@ -22,8 +22,7 @@ CALLS = (
 )
 """Functions of ``torch.distributed``."""
 FIRST, LAST = 3, 10
-"""Iterations of DistributedDataParallel with times to read: it records the first ten, and rebuilds its buckets in the
-second."""
+"""Iterations of DistributedDataParallel to read: it records the first ten, and rebuilds its buckets in the second."""
 NANOSECOND = 1e-9
 
 

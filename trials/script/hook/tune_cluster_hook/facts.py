@@ -391,7 +391,7 @@ class Facts:
         return found
 
     def _of_layers(self) -> dict[str, Any]:
-        """Return how often a layer, or any part of it, runs per forward pass; recomputed ones run again backward."""
+        """Return how often a layer, or any part of it, runs per forward pass; more than once if it is recomputed."""
         ratios = [
             max((1 + calls.backward / calls.forward for calls in layer if calls.forward), default=0.0)
             for layer in self._layers
@@ -414,8 +414,7 @@ def _first_tensor(value: Any, depth: int = 3) -> Any:
 
 
 def sequence_length(batch: Any, depth: int = 2) -> int:
-    """Return the tokens per sample: the second size of the batch's first integer tensor with one; 0 if there is
-    none."""
+    """Return the tokens per sample: the second size of the batch's first integer tensor with one; 0 without any."""
     if hasattr(batch, "dim") and hasattr(batch, "is_floating_point"):
         return int(batch.shape[1]) if batch.dim() > 1 and not batch.is_floating_point() else 0
     if not depth or isinstance(batch, str):

@@ -448,8 +448,7 @@ def _add_callback(trainer: Any) -> None:
 
 
 def trainer(module: Any) -> None:
-    """Hook for ``transformers.trainer``. It leaves the default callbacks alone, because ms-swift and others replace
-    them."""
+    """Hook for ``transformers.trainer``. It adds no default callbacks, because ms-swift and others replace these."""
     kind = module.Trainer
     made, step = kind.__init__, kind.training_step
 

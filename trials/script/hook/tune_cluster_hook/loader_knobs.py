@@ -47,8 +47,7 @@ class LoaderPlace:
         self.workers = 0
         self.prefetch: int | None = None
         self.is_pinned = False
-        """Setting of the last iterator; keeping the iterator itself would keep its workers after the program has
-        dropped it."""
+        """Setting of the last iterator. The iterator itself is not kept, because that would keep its workers alive."""
         self.items: dict[str, Any] = {}
         """Observations of an item in the forked process: ``draws``, ``error``, ``device``."""
         self.climb: dict[str, float] = {}

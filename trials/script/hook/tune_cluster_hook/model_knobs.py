@@ -552,8 +552,7 @@ APPLIERS: dict[str, Callable[[Root, Any, Any], Any]] = {
 
 
 def autocast(module: Any) -> None:
-    """Hook for ``torch.amp.autocast_mode``: detects the program's autocast inside a root's forward pass, in first
-    steps."""
+    """Hook for ``torch.amp.autocast_mode``: detects the program's own autocast inside a root, in the first steps."""
     kind = module.autocast
     entered = kind.__enter__
 

@@ -252,8 +252,7 @@ class Roots:
 
     @guarded("replicas")
     def _keep_replicas_apart(self, kind: Any) -> None:
-        """Remove interceptors from ``DataParallel``'s replicas, which copy a module's attributes and would run the
-        root."""
+        """Remove interceptors from ``DataParallel``'s replicas, which would call the root."""
         replicate = kind._replicate_for_data_parallel
 
         @functools.wraps(replicate)

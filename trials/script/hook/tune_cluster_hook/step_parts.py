@@ -28,7 +28,7 @@ DATA, FORWARD, BACKWARD, RECOMPUTE, COMMUNICATION, OPTIMIZER, OTHER = (
     "other",
 )
 MAX_EVENTS = 2048
-"""Most timed changes of section per step on an accelerator; a step with more has no parts."""
+"""Maximum timed changes of section per step on an accelerator; a step with more has no parts."""
 
 
 class PartsClock:

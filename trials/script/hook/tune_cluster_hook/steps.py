@@ -266,7 +266,7 @@ class Steps:
         self._optimizers: set[int] = set()
         self._loader: dict[str, int] = {}
         self._batches: Callable[[], Any] = lambda: None
-        """The iterator that gave the last batch of training; None once the program has dropped it."""
+        """Returns the iterator of the last training batch; None after the program has dropped it."""
         self.items_draw: bool | None = None
         """Whether samples loaded by this process itself draw random numbers; None: not observed."""
         self._length = 0
@@ -378,15 +378,15 @@ class Steps:
             self._loader["loader_batch_size"] = batch_size
 
     def reads(self, iterator: Any) -> None:
-        """A batch of training has come from this iterator of a loader."""
+        """Record the loader iterator of a training batch."""
         if self._batches() is not iterator:
             self._batches = weakref.ref(iterator)
 
     @guarded("batches ahead")
     def _ahead(self) -> dict[str, int] | None:
-        """How many batches worker processes have loaded that the program has not read yet.
+        """Return the number of batches that worker processes have loaded and the program has not yet read.
 
-        Left out without workers, and once they have been given the last batches of an epoch: then it falls to zero.
+        None without workers, and after they have got the last batches of an epoch, when the number falls to zero.
         """
         iterator = self._batches()
         loaded = getattr(iterator, "_worker_result_queue", None)

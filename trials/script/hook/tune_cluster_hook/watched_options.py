@@ -215,8 +215,7 @@ def omegaconf(module: Any) -> None:
 
 
 def _takes_all(code: Any, packages: tuple[str, ...]) -> bool:
-    """Whether code takes a whole mapping for a program: the program's own code, or code that builds objects from
-    mappings."""
+    """Whether code that takes a whole mapping is the program's own, or builds objects from mappings for it."""
     return code.co_name in ("instantiate", "to_container", "to_object") or not code.co_filename.startswith(packages)
 
 
