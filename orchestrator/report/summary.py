@@ -28,12 +28,13 @@ from orchestrator.report.result_schema import (
 )
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.events import CandidatesPruned, Note, ProfileRun, RatioInterval, Verdict
+from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, UserNote, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.units import Virtual, predicted_text, watermark_line
 from trials.files import to_json
-from trials.outcome import NotBelieved, duration
+from trials.outcome import HostOutOfMemory, NotBelieved, OutOfMemory, duration
+from trials.spec import Recompute, ScriptModel
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Final statuses of a trial, in display order."""
@@ -126,6 +127,8 @@ class Summary:
     num_earlier_trials: int
     """Trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int
+    num_earlier_runs: int
+    """Runs of your own MLflow experiment that it learned from as well."""
     tracking_uri: str
     winner: TrialResult | None = None
     """The confirmed finalist, as the search measured it; None if none is confirmed."""
@@ -144,7 +147,7 @@ class Summary:
     """The most disturbed of them."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are not sequences."""
-    notes: tuple[tuple[int | None, Note], ...] = ()
+    notes: tuple[tuple[int | None, UserNote], ...] = ()
     """People's notes: on the sweep (None), then on trials by number."""
     confirmed: ConfirmedFigures | None = None
     """The finalist of the verdict's ratio, as the rounds measured it; None without a verdict or such rounds."""
@@ -173,7 +176,11 @@ class Summary:
             "duration_s": self.duration_s,
             "paused_s": self.paused_s,
             "saved_device_hours": self.saved_device_hours,
-            "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
+            "learned_from": {
+                "trials": self.num_earlier_trials,
+                "sweeps": self.num_earlier_sweeps,
+                "runs": self.num_earlier_runs,
+            },
             "tracking_uri": self.tracking_uri,
             "disturbed": _disturbed_json(self),
             "notes": [note_json(trial, note) for trial, note in self.notes],
@@ -209,14 +216,14 @@ class Summary:
         }
 
 
-def notes_of(state: SweepState) -> tuple[tuple[int | None, Note], ...]:
+def notes_of(state: SweepState) -> tuple[tuple[int | None, UserNote], ...]:
     """People's notes: on the sweep (None), then on trials by number."""
     trials = (state.trials[number] for number in state.noted)
     own = ((None, state.note),) if state.note is not None else ()
     return (*own, *((trial.number, trial.note) for trial in trials if trial.note is not None))
 
 
-def note_json(trial: int | None, note: Note) -> NoteDocument:
+def note_json(trial: int | None, note: UserNote) -> NoteDocument:
     """A note in documents; ``trial`` is None for the sweep's."""
     return {"trial": trial, "text": note.text, "tags": dict(note.tags), "by": note.by, "at_s": note.at_s}
 
@@ -243,6 +250,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         saved_device_hours=state.saved_device_seconds / 3600,
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
+        num_earlier_runs=state.sweep.num_earlier_runs,
         tracking_uri=public_uri(tracking_uri),
         winner=result(state.winner, state.objective) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
@@ -354,8 +362,8 @@ def headline(state: SweepState, summary: Summary) -> str:
         return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
     if verdict.conclusion == "keep":
         return f"Keep your current configuration: {_short(verdict.reason)}"
-    best = summary.best
-    fastest = f" Fastest so far: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    best = chosen_result(state, summary)
+    fastest = f" Fastest so far: {units.trial_id(best.trial.number)}." if best else ""
     return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
 
 
@@ -438,17 +446,41 @@ def _search_headline(state: SweepState, summary: Summary) -> str:
     if isinstance(baseline, NotBelieved):
         reported, seen = (duration(total_s / baseline.num_steps) for total_s in (baseline.reported_s, baseline.seen_s))
         return f"The baseline is not believed: it reports {reported} per step, but {seen} passed. Nothing was compared."
+    memory = _out_of_memory(state.baseline)
     if best is None:
-        return "Nothing was measured."
+        remedy = f" {_less_memory(state)}" if memory and state.is_over else ""
+        return " ".join(filter(None, (memory, f"Nothing was measured.{remedy}")))
     winner = f"{units.trial_id(best.trial.number)} at {units.rate(best.speed.value)} {summary.unit}"
     if compared is None:
-        return f"Fastest: {winner}; the baseline was not measured."
+        return f"Fastest: {winner}. {memory or 'The baseline was not measured.'}"
     if compared.verdict == "faster":
         gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
         return f"{gain[0].upper()}{gain[1:]} of your current configuration{_devices(state, best.trial)}: {winner}."
     if best.trial.number == 0:
         return f"Keep your current configuration: nothing measured is faster ({winner})."
     return f"Keep your current configuration: the difference of {winner} is within the noise."
+
+
+def _out_of_memory(trial: Trial | None) -> str:
+    """That the baseline ran out of memory, as a sentence; empty if it did not."""
+    match trial.outcome if trial is not None else None:
+        case OutOfMemory():
+            return "The baseline ran out of device memory."
+        case HostOutOfMemory():
+            return "The baseline ran out of host memory."
+        case _:
+            return ""
+
+
+def _less_memory(state: SweepState) -> str:
+    """What to set in `baseline` so that it fits, from what it has."""
+    candidate = state.trials[BASELINE].candidate
+    size = candidate.micro_batch_size
+    ways = [f"a micro_batch_size below {size}"] if size > 1 else []
+    is_ours = not isinstance(state.sweep.workload.model, ScriptModel)
+    ways += ["recompute: full"] if is_ours and candidate.recompute == Recompute() else []
+    ways += ["values that need less memory"] if not ways else []
+    return f"In `baseline`, set {' or '.join(ways)}, then submit it with --replace."
 
 
 def _proof_going_on(state: SweepState, summary: Summary) -> str:
@@ -486,9 +518,12 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 
 
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
-    """The trial shown with the baseline: the confirmed winner, else the fastest; None if that is the baseline."""
-    confirmed = state.winner if state.verdict is not None and state.verdict.winner is not None else None
-    best = result(confirmed, state.objective) if confirmed is not None else summary.best
+    """The trial shown with the baseline: the confirmed winner, else the finalist that the speed-up of the verdict is
+    of, else the fastest of the search; None if that is the baseline."""
+    number = summary.confirmed.trial if summary.confirmed is not None else None
+    if state.verdict is not None and state.verdict.winner is not None:
+        number = state.verdict.winner
+    best = summary.best if number is None else result(state.trials[number], state.objective)
     return best if best and best.trial.number != 0 else None
 
 
@@ -501,7 +536,7 @@ def cost(summary: Summary) -> str:
     time = units.device_time(summary.device_hours * 3600)
     if summary.saved_device_hours:
         time = f"{time} and {units.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
-    learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
+    learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps, summary.num_earlier_runs)
     parts = (f"{total}: {counts}" if counts else total, time, _took(summary), learned)
     return "; ".join(part for part in parts if part)
 
@@ -512,8 +547,9 @@ def _took(summary: Summary) -> str:
     return f"in {units.duration(summary.duration_s)}{paused}"
 
 
-def _learned_from(num_trials: int, num_sweeps: int) -> str:
-    """``learned from 14 trials of 2 earlier sweeps``; empty if there were none."""
-    if not num_trials:
-        return ""
-    return f"learned from {units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}"
+def _learned_from(num_trials: int, num_sweeps: int, num_runs: int) -> str:
+    """``learned from 14 trials of 2 earlier sweeps and 9 MLflow runs``; empty if there were none."""
+    trials = f"{units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}" if num_trials else ""
+    runs = units.count(num_runs, "MLflow run") if num_runs else ""
+    found = " and ".join(filter(None, (trials, runs)))
+    return f"learned from {found}" if found else ""

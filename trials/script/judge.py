@@ -259,6 +259,8 @@ class Judge:
         self._command = command
         self._book = book
         self._measured = range(command.num_warmup_steps + 1, command.num_required_steps + 1)
+        self._left_to_move = 0
+        """Steps by which the measured ones still move on."""
 
     def times(self) -> MeasuredSteps | None:
         """Return the times of the measured steps; None until one source has reported all of them.
@@ -268,8 +270,17 @@ class Judge:
         found = self._timed()
         if not found:
             return None
-        slowest = (max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured)
-        return MeasuredSteps(source=found[0][0].name, values=tuple(slowest))
+        slowest = [max((table[step] for _, table in found), key=lambda value: value.value) for step in self._measured]
+        return MeasuredSteps(source=found[0][0].name, values=_averaged(slowest, self._period()))
+
+    def _period(self) -> int:
+        """Steps until every loader worker has delivered as many batches as the others.
+
+        Workers that start together deliver together: of as many steps, one waits and the others do not.
+        """
+        facts = self._facts()
+        workers = facts.get("num_workers") or 1
+        return int(workers // math.gcd(workers, _micro_batches(facts) or 1))
 
     @property
     def num_warmup_steps(self) -> int:
@@ -286,8 +297,10 @@ class Judge:
             is_last: whether to accept the current ones if there are no further steps.
         """
         most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
-        while self._is_ahead():
+        while self._is_ahead() or self._left_to_move:
             if self.num_warmup_steps < most and self.num_steps >= self._measured.stop:
+                # After the lead is gone, the batches that the workers have begun are further than usual.
+                self._left_to_move = self._period() if self._is_ahead() else self._left_to_move - 1
                 self._measured = range(self._measured.start + 1, self._measured.stop + 1)
             elif self.num_warmup_steps < most and not is_last:
                 return False
@@ -626,6 +639,17 @@ class Judge:
 
     def _covers(self, table: dict[int, LogValue]) -> bool:
         return all(step in table for step in self._measured)
+
+
+def _averaged(values: Sequence[LogValue], period: int) -> tuple[LogValue, ...]:
+    """The mean of each value and the next ones, ``period`` in all, beginning again after the last; their sum stays."""
+    width = min(period, len(values))
+    if width <= 1:
+        return tuple(values)
+    groups = ([values[(first + i) % len(values)] for i in range(width)] for first in range(len(values)))
+    return tuple(
+        LogValue(statistics.fmean(one.value for one in group), max(one.resolution for one in group)) for group in groups
+    )
 
 
 def _is_full(table: dict[int, LogValue], steps: range) -> bool:

@@ -1,6 +1,7 @@
 """Results as values: claims, summaries, profiles. How they are shown is frozen in ``tests/goldens``."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jsonschema
@@ -15,16 +16,20 @@ from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri, public_uri
 from orchestrator.report.result_schema import SCHEMA_FILE, result_schema, schema_text
 from orchestrator.report.sources import ProfileCopies, copy_profile, profile_files
-from orchestrator.report.summary import summarize
+from orchestrator.report.summary import chosen_result, confidence, headline, summarize
 from orchestrator.statistics import Interval
+from orchestrator.sweep.events import FinishCause, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState
 from tests.goldens.variants import PROFILED, PROFILES, VARIANTS, profiled
 from tests.support.long_story import speeds, state
+from tests.support.proof_story import proof_events
+from tests.support.story import created, ended, evidence, launched, measured, proposed
 from trials.files import from_json, to_json
+from trials.outcome import HostOutOfMemory, Measured, OutOfMemory
 from trials.reports import FOLDER, Findings
-from trials.spec import ProfileSpec
+from trials.spec import Candidate, ProfileSpec, Recompute
 
 
 @pytest.mark.parametrize(
@@ -120,3 +125,34 @@ def test_each_mistake_in_the_section_has_one_message(values, message):
         ProfileSection.model_validate(values)
     (error,) = caught.value.errors()
     assert message in error["msg"]
+
+
+def test_without_a_winner_the_trial_shown_is_that_of_the_speedup():
+    """The search found t001 fastest, the rounds t002: its name, its figures and its speed-up stand together."""
+    story = proof_events("unconfirmed")
+    for place, event in enumerate(story):
+        outcome = getattr(event, "outcome", None)
+        if isinstance(outcome, Measured) and outcome.measurement.step_time_s in (0.0995 * 1.01, 0.0995 * 0.99):
+            story[place] = replace(event, outcome=measured(0.5 * outcome.measurement.step_time_s, world_size=2))
+    state = fold(story)
+    summary = summarize(state, "")
+    chosen = chosen_result(state, summary)
+    assert (summary.best.trial.number, summary.confirmed.trial, chosen.trial.number) == (1, 2, 2)
+    assert headline(state, summary).endswith("Fastest so far: t002.")
+    assert confidence(state, summary).startswith("speed-up of t002: ")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changes", "text"),
+    [
+        (OutOfMemory(evidence=evidence()), {"micro_batch_size": 4}, "a micro_batch_size below 4 or recompute: full"),
+        (HostOutOfMemory(evidence=evidence()), {"recompute": Recompute(full=((1,),))}, "values that need less memory"),
+    ],
+)
+def test_a_baseline_without_enough_memory_is_the_headline_with_its_remedy(outcome, changes, text):
+    finished = SweepFinished(at_s=9.0, status="finished", reason="done", cause=FinishCause.EXHAUSTED)
+    state = fold([created(), proposed(0, Candidate(**changes)), launched(0), ended(0, outcome), finished])
+    kind = "device" if isinstance(outcome, OutOfMemory) else "host"
+    remedy = f"In `baseline`, set {text}, then submit it with --replace."
+    expected = f"The baseline ran out of {kind} memory. Nothing was measured. {remedy}"
+    assert headline(state, summarize(state, "")) == expected

@@ -466,9 +466,9 @@ def ahead(*levels, num_steps=4):
     ("levels", "warmup"),
     [
         pytest.param([None] * 20, 1, id="no workers"),
-        pytest.param([4, 4, 4, 4, 4, 3, 4, 4], 4, id="full"),
-        pytest.param([4, 4, 4, 4, 3, 3, 2, 2, 1, 1, 0, 1, 0, 0, 1], 11, id="falling"),
-        pytest.param([4, 4, 4, 4, 3, 2, 1, None, None, 0, 1], 4, id="end of an epoch"),
+        pytest.param([4, 4, 4, 4, 4, 3, 4, 4, 4], 5, id="full"),
+        pytest.param([4, 4, 4, 4, 3, 3, 2, 2, 1, 1, 0, 1, 0, 0, 1, 1], 12, id="falling"),
+        pytest.param([4, 4, 4, 4, 3, 2, 1, None, None, 0, 1], 5, id="end of an epoch"),
         pytest.param(list(range(90, 0, -1)), 17, id="falling for very long"),
     ],
 )
@@ -483,3 +483,22 @@ def test_measured_steps_that_cannot_move_on_are_taken_at_the_end():
     judge = ahead(4, 4, 4, 4, 3, 2, 1, num_steps=4)
     assert not judge.settle()
     assert judge.settle(is_last=True) and judge.num_warmup_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, [0.1, 0.3, 0.1, 0.3]),
+        ({"num_workers": 2}, [0.2] * 4),
+        ({"num_workers": 8}, [0.2] * 4),
+        (
+            {"num_workers": 2, "forwards_per_step": 2, "backwards_per_step": 2, "num_optimizers": 1},
+            [0.1, 0.3, 0.1, 0.3],
+        ),
+    ],
+)
+def test_loader_workers_that_deliver_together_share_their_waits(facts, expected):
+    story = Story(num_steps=4).facts(**facts)
+    for step in range(1, 6):
+        story.report(step, source="hook:torch", step_time_s=0.3 if step % 2 else 0.1)
+    assert seconds(story) == expected
