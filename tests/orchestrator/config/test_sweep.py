@@ -311,6 +311,7 @@ ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {
     "node0001",
     "crash",
     "MODE",
+    "batch_size",
     "settings",
     "gpu",
     "--fused",
@@ -337,10 +338,14 @@ def test_the_documented_example_loads(tmp_path):
 
 
 def test_the_documented_richer_knobs_load(tmp_path):
-    _, space = re.findall(r"```yaml\n(.*?)```", docs().partition("## All keys")[0], flags=re.DOTALL)
+    _, space, learn_from = re.findall(r"```yaml\n(.*?)```", docs().partition("## All keys")[0], flags=re.DOTALL)
     spec = load_sweep(write(tmp_path, {**SMALL, **yaml.safe_load(space)}))
     assert len(spec.choices["recompute"]) == 3
     assert spec.choices["compile"] == ("off", "block")
+    own = {"params": {"batch_size": "micro_batch_size"}}
+    found = yaml.safe_load(learn_from.replace("  search:", "search:"))["search"]["learn_from"]
+    spec = load_sweep(write(tmp_path, {**SMALL, "search": {"learn_from": {**found, **own}}}))
+    assert spec.search.learn_from is not None and spec.search.learn_from.unit == "tokens/s"
 
 
 def test_the_documented_errors_are_what_one_gets(tmp_path):
