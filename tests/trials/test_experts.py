@@ -16,7 +16,7 @@ from tests.trials.parity_knobs import read_rows, spec_of
 from tests.trials.test_parity import NEUTRAL, name_of, tolerances
 from trials.legality import violations
 from trials.models import experts
-from trials.models.experts import Balance, MixtureOfExperts, Router, grouped_matmul
+from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
 from trials.spec import Experts
 
 EXPERTS = Experts(
@@ -159,7 +159,7 @@ def test_the_bias_evens_out_a_skewed_router():
     router.weight.data.normal_(generator=generator)
     router.weight.data[:2, 0] = 4.0  # which all tokens have in common
     x = torch.cat([torch.ones(256, 1), torch.randn(256, 7, generator=generator)], dim=1)
-    balance = Balance([router], None)
+    balance = ExpertBalance([router], None)
     shares = []
     for _ in range(150):
         _, ids = router(x)

@@ -213,7 +213,7 @@ def routers_in(modules: Iterable[nn.Module]) -> list[Router]:
     return [one for module in modules for one in module.modules() if isinstance(one, Router)]
 
 
-class Balance:
+class ExpertBalance:
     """Moves the biases of a rank's routers once per step, by what all ranks with the same layers have counted."""
 
     def __init__(self, routers: list[Router], group: dist.ProcessGroup | None) -> None:

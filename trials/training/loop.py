@@ -32,7 +32,7 @@ from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
 from trials.models import Loss, TrainModel, build_model, loss_of
 from trials.models.built_in import Llama
-from trials.models.experts import Balance, routers_in
+from trials.models.experts import ExpertBalance, routers_in
 from trials.offload import OffloadMeter, apply_activation_offload
 from trials.parallel.context import apply_context_parallel, split_sequence
 from trials.parallel.data_parallel import (
@@ -226,7 +226,7 @@ class Trainer:
         return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
 
 
-def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -> Balance | None:
+def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -> ExpertBalance | None:
     """What balances the experts of this rank's layers; None for dense models. All ranks of the gang call it."""
     if not has_experts(spec.workload.model):
         return None
@@ -234,7 +234,7 @@ def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -
     group = None
     if mesh is not None and layout.dp * layout.cp > 1:
         group = flat_mesh(mesh, DATA_AXES).get_group()
-    return Balance(routers_in(part.model for part in parts), group)
+    return ExpertBalance(routers_in(part.model for part in parts), group)
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:

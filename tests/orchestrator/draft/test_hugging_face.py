@@ -128,3 +128,10 @@ def test_what_has_no_counterpart_is_refused_with_its_file(tmp_path, content, wor
         model_of_file(file)
     assert str(file) in str(caught.value)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_file_without_a_name_is_named_by_type_and_size(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 2, **GATED}))
+    model = model_of_file(file)
+    assert model.name == f"llama-{round(model.num_parameters / 1e6)}m"

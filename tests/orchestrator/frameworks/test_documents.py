@@ -160,3 +160,9 @@ def test_json_may_have_comments_and_keys_with_dots():
 def test_what_cannot_be_read_says_where(file, text, message):
     with pytest.raises(ConfigError, match=message):
         load(text, file)
+
+
+def test_a_number_counts_items_of_a_list():
+    data = load('{"stages": [{"layers": 3}, {"layers": 5}]}', "ds.json")
+    assert value_at(data, "stages.1.layers") == 5
+    assert value_at(data, "stages.2.layers") is ABSENT
