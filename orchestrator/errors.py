@@ -65,7 +65,9 @@ class ConfigError(ValueError):
     def _own_line(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line) if part is not None)
         text = ": ".join(part for part in (place, self.key, self.message) if part)
-        return f"{text}. {self.remedy}" if self.remedy else text
+        if not self.remedy or self.remedy.startswith("\n"):  # a list precedes it
+            return f"{text}{self.remedy or ''}"
+        return f"{text}. {self.remedy}"
 
 
 class ServiceError(ConfigError):

@@ -28,7 +28,7 @@ from orchestrator.sweep.checkpoint import action, annotated, checks, chosen, req
 from orchestrator.sweep.checkpoint import budget as budget_request
 from orchestrator.sweep.checkpoint import note as note_request
 from orchestrator.sweep.checkpoint import retry as retry_request
-from orchestrator.sweep.events import Action, Budget, Note
+from orchestrator.sweep.events import Action, Budget, UserNote
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError, Request, SweepBusyError, tracking_uri
 from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Snapshot, is_at_work, read_snapshot
@@ -190,7 +190,7 @@ class Noted:
     """None: nothing was to be changed."""
     is_controlled: bool
     """Whether a running controller records the change, within a second or two."""
-    notes: tuple[tuple[int | None, Note], ...]
+    notes: tuple[tuple[int | None, UserNote], ...]
     """By trial; None: on the sweep."""
     replaced: str = ""
     """The text before the change, if it was replaced or removed."""

@@ -1,4 +1,4 @@
-"""All sections of a sweep file except ``workload``, and the types of their values.
+"""All sections of a sweep file except ``workload`` and ``search``, and the types of their values.
 
 The descriptions of their keys feed the JSON Schema and ``docs/sweep-file.md``.
 """
@@ -29,7 +29,7 @@ from cluster.base import Deadlines
 from cluster.gang.environment import owner_of
 from cluster.hardware.topology import DeviceChoice, catalogue
 from orchestrator.mlflow_urls import URI_PATTERN
-from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, off_is_false, show
+from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, show
 from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
@@ -282,7 +282,7 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         return self.inside or InsideSection()
 
 
-# Sections ``cluster``, ``search``, ``measure``, ``budget``, ``deadlines`` and ``tracking``
+# Sections ``cluster``, ``measure``, ``budget``, ``deadlines`` and ``tracking``
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -292,15 +292,6 @@ def _known_accelerator(name: str) -> str:
         known = ", ".join(catalogue())
         raise fault(None, f"unknown accelerator {name[:80]!r}", f"The catalogue has {known}.")
     return name
-
-
-def _known_factor(value: object) -> object:
-    """Refuse anything but a number or ``off``, with one message."""
-    value = off_is_false(value)
-    if value == "off" or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
-    shown = "nothing" if value is None else repr(value)[:60]
-    raise fault(None, f"expected a number or off, got {shown}", "Give a slowdown factor above 1, like 1.5.")
 
 
 _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -438,51 +429,6 @@ class ClusterSection(Section):
             for name in getattr(self.simulation, key):
                 if name not in names:
                     raise fault(f"simulation.{key}", f"unknown node {name[:80]!r}", f"The last node is {last}.")
-
-
-EarlyStopFactor = Annotated[
-    Annotated[float, Field(ge=1, le=100)] | Literal["off"],
-    BeforeValidator(_known_factor),
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1, "maximum": 100}, {"enum": ["off", False]}]}),
-]
-
-
-class SearchSection(Section):
-    """Order in which candidates are tried."""
-
-    sampler: Literal["guided", "tpe", "random", "grid"] = Field(
-        default="guided",
-        description="guided: cost model, or typical effects of knobs, corrected by the trials of the sweep; "
-        "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
-    )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
-    max_concurrent: Size = Field(default=1, description="Number of trials that run at the same time.")
-    stop_when_converged: bool = Field(
-        default=False, description="Stop early when the guided sampler expects no further improvement."
-    )
-    patience: Size | None = Field(
-        default=None, description="Stop after this many consecutive trials without a new best; null: never."
-    )
-    transfer: bool = Field(
-        default=True,
-        description="Start the guided sampler from measurements of earlier sweeps in the same MLflow store, on "
-        "the same hardware.",
-    )
-    early_stop: EarlyStopFactor = Field(
-        default=1.5,
-        description="Stop a trial once its first steps show that it is slower than the best one by this factor, "
-        "according to the objective; off: measure every trial in full.",
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SearchSection:
-        if self.stop_when_converged and self.sampler != "guided":
-            raise fault(
-                "stop_when_converged",
-                f"the sampler {self.sampler} does not support it",
-                "Use sampler: guided, or remove the key.",
-            )
-        return self
 
 
 class MeasureSection(Section):

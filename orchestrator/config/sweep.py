@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, Val
 
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
+from orchestrator.config.search_settings import SearchSection
 from orchestrator.config.settings import (
     AUTO_PROFILE,
     BaselineSection,
@@ -25,7 +26,6 @@ from orchestrator.config.settings import (
     MeasureSection,
     NotifySection,
     ProfileValue,
-    SearchSection,
     SpaceSection,
     TrackingSection,
     check_runner,
@@ -39,10 +39,11 @@ from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.program.candidate_command import problem, rule_of
 from orchestrator.program.user_program import Script
 from orchestrator.space.file_types import Section, ShortForms, fault
-from orchestrator.space.knobs import CustomKnob, CustomScalar
+from orchestrator.space.knobs import KNOB_NAMES, CustomKnob, CustomScalar
 from orchestrator.space.rules import Filters, check
 from orchestrator.space.space import build_candidate
 from orchestrator.sweep.events import Budget, ProofSettings, SweepCreated
+from orchestrator.sweep.snapshot import nearest
 from trials.files import digest
 from trials.spec import Candidate, Protocol, Workload
 
@@ -178,6 +179,26 @@ class SweepSpec(Section):
             is_read = self.baseline_candidate == self.script.unchanged
             key, what = ("workload.run", "command") if is_read else ("baseline", "baseline")
             raise fault(key, f"{self.script.training.title} does not support it: {reason}", f"Correct the {what}.")
+        return self
+
+    @model_validator(mode="after")
+    def _known_params(self) -> Self:
+        """Refuse earlier runs whose params or metric do not fit the file."""
+        found = self.search.learn_from
+        if found is None:
+            return self
+        known = (*KNOB_NAMES, *(knob.name for knob in self.custom_knobs))
+        for param, knob in found.params.items():
+            if knob not in known:
+                near = nearest(knob, known)
+                remedy = f"Did you mean {near}?" if near else "Use a knob of docs/knobs.md or of space.own."
+                raise fault(f"search.learn_from.params.{param}", f"unknown knob {knob!r}", remedy)
+        if found.unit.startswith("tokens") and self.to_workload().seq_length == 1:
+            raise fault(
+                "search.learn_from.unit",
+                "the tokens of a sample are unknown",
+                "Set workload.seq_length, or use a metric in samples/s or s/step.",
+            )
         return self
 
     @property

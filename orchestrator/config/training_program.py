@@ -111,10 +111,8 @@ def check_program(run: Sequence[str], cwd: Path) -> None:
         raise fault("cwd", f"folder {cwd} does not exist", "The path is relative to the sweep file.")
     program = run[0]
     if "{" not in program and shutil.which(program if os.sep not in program else str(cwd / program)) is None:
-        where = "executable" if os.sep in program else "on the PATH"
-        raise fault(
-            "run.0", f"program {program!r} not found: not {where}", "Give the program that starts the training."
-        )
+        problem = "executable" if os.sep in program else "on PATH"
+        raise fault("run.0", f"program {program!r} is not {problem}", "Install it, or give its full path.")
     script = program_of(without_launcher(tuple(run)).argv).script
     if script is not None and "{" not in script and not is_there(cwd / script):
         place = list(run).index(script)

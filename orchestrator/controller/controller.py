@@ -42,7 +42,7 @@ from orchestrator.planning.predictions import PriorKnowledge, relative_search_pr
 from orchestrator.program.user_program import PROGRAM, program_source
 from orchestrator.report.sources import ProfileCopies
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, num_sweeps, same_program
+from orchestrator.search.knob_effects import EarlierTrial, RelativePredictor, num_foreign, num_sweeps, same_program
 from orchestrator.search.predictor import Predictor, UnknownDimensionsError, UnpredictableError
 from orchestrator.search.search import GuidedSearch, Search
 from orchestrator.space.inside import NOTHING_INSIDE
@@ -53,6 +53,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import PLAN, SPEC, Ledger, MeasuredProgram, Recorded, SweepFile, Tracking, tracking_uri
 from orchestrator.sweep.snapshot import Home, Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
+from orchestrator.tracking.earlier_runs import EarlierRuns, earlier_runs
 from orchestrator.tracking.mlflow_store import earlier_trials
 from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.files import digest, is_disk_full
@@ -73,6 +74,8 @@ class PlannedSweep:
     """Most nodes of the sweep."""
     estimates: DryRunEstimates
     plan: Plan
+    runs: EarlierRuns
+    """Runs of your own MLflow experiment."""
 
 
 def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> PlannedSweep | None:
@@ -116,11 +119,12 @@ def create(
     known = PriorKnowledge(
         estimates=planned.estimates,
         profile=load_profile(spec, topology, home),
-        earlier=earlier(spec, prints, home, spec.to_objective(topology)),
+        earlier=(*earlier(spec, prints, home, spec.to_objective(topology)), *planned.runs.trials),
     )
     known.keep(ledger)
     ledger.put_document(PLAN, plan_document(planned.plan))
-    ledger.append(_created(spec, planned.plan, topology, prints, known, at_s=clock()))
+    created = _created(spec, planned.plan, topology, prints, known, at_s=clock())
+    ledger.append(replace(created, earlier_runs=planned.runs.summary))
     return planned.plan, known
 
 
@@ -208,7 +212,8 @@ def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Obje
 
 def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
     estimates = _counted(spec, topology, home)
-    return PlannedSweep(topology=topology, estimates=estimates, plan=make_plan(spec, topology, estimates))
+    plan = make_plan(spec, topology, estimates)
+    return PlannedSweep(topology=topology, estimates=estimates, plan=plan, runs=earlier_runs(spec, home))
 
 
 def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
@@ -231,8 +236,9 @@ def _created(
         devices=Hardware.of(topology),
         cluster_kind=spec.cluster.kind,
         fingerprint=prints,
-        num_earlier_trials=len(known.earlier),
+        num_earlier_trials=len(known.earlier) - num_foreign(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),
+        num_earlier_runs=num_foreign(known.earlier),
         proof=spec.proof,
         profiled=_profiled(spec),
         profile=spec.profile.to_spec(),

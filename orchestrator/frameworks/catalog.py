@@ -64,7 +64,7 @@ def recipe(format: str) -> Recipe:  # noqa: A002 - the word users type
     """
     found = next((one for one in FRAMEWORKS if one.name == format and one.exports), None)
     if found is None:
-        raise ConfigError(f"unknown format {format!r}", remedy=f"Formats: {', '.join(formats())}")
+        raise ConfigError(f"unknown format {format!r}", remedy=f"Choose from: {', '.join(formats())}.")
     return typing.cast(Recipe, found.load("RECIPE"))
 
 
@@ -80,7 +80,7 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
         reasons = "".join(f"\n  {note.knob}: {note.message}" for note in refused)
         raise ConfigError(
             f"{recipe(format).title} cannot express this configuration:{reasons}",
-            remedy="\nTo export it anyway, use --allow-lossy and fix the listed settings by hand",
+            remedy="\nTo export it anyway, use --allow-lossy and fix the listed settings by hand.",
         )
     return made
 
@@ -104,7 +104,7 @@ def training(name: str) -> Training:
     """
     found = next((one for one in FRAMEWORKS if one.name == name and one.programs), None)
     if found is None:
-        raise ConfigError(f"unknown recipe {name!r}", key="recipe", remedy=f"Recipes: {', '.join(trainings())}")
+        raise ConfigError(f"unknown recipe {name!r}", key="recipe", remedy=f"Choose from: {', '.join(trainings())}.")
     return typing.cast("Training", found.load("TRAINING"))
 
 

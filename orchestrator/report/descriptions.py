@@ -16,10 +16,10 @@ from orchestrator.sweep.events import (
     GateReport,
     GateRole,
     GateRun,
-    Note,
     SoakReport,
     SoakRun,
     StepsJudged,
+    UserNote,
 )
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from trials.health import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, DeviceHealth, Disturbance, UsageKind
@@ -105,7 +105,7 @@ PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
 }
 
 
-def note_text(note: Note | None) -> str:
+def note_text(note: UserNote | None) -> str:
     """``note: slow switch that day; team=vision (anna@desk)``; empty without a note."""
     if note is None:
         return ""

@@ -28,7 +28,7 @@ from orchestrator.report.result_schema import (
 )
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.events import CandidatesPruned, Note, ProfileRun, RatioInterval, Verdict
+from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, UserNote, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.units import Virtual, predicted_text, watermark_line
@@ -127,6 +127,8 @@ class Summary:
     num_earlier_trials: int
     """Trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int
+    num_earlier_runs: int
+    """Runs of your own MLflow experiment that it learned from as well."""
     tracking_uri: str
     winner: TrialResult | None = None
     """The confirmed finalist, as the search measured it; None if none is confirmed."""
@@ -145,7 +147,7 @@ class Summary:
     """The most disturbed of them."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are not sequences."""
-    notes: tuple[tuple[int | None, Note], ...] = ()
+    notes: tuple[tuple[int | None, UserNote], ...] = ()
     """People's notes: on the sweep (None), then on trials by number."""
     confirmed: ConfirmedFigures | None = None
     """The finalist of the verdict's ratio, as the rounds measured it; None without a verdict or such rounds."""
@@ -174,7 +176,11 @@ class Summary:
             "duration_s": self.duration_s,
             "paused_s": self.paused_s,
             "saved_device_hours": self.saved_device_hours,
-            "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
+            "learned_from": {
+                "trials": self.num_earlier_trials,
+                "sweeps": self.num_earlier_sweeps,
+                "runs": self.num_earlier_runs,
+            },
             "tracking_uri": self.tracking_uri,
             "disturbed": _disturbed_json(self),
             "notes": [note_json(trial, note) for trial, note in self.notes],
@@ -210,14 +216,14 @@ class Summary:
         }
 
 
-def notes_of(state: SweepState) -> tuple[tuple[int | None, Note], ...]:
+def notes_of(state: SweepState) -> tuple[tuple[int | None, UserNote], ...]:
     """People's notes: on the sweep (None), then on trials by number."""
     trials = (state.trials[number] for number in state.noted)
     own = ((None, state.note),) if state.note is not None else ()
     return (*own, *((trial.number, trial.note) for trial in trials if trial.note is not None))
 
 
-def note_json(trial: int | None, note: Note) -> NoteDocument:
+def note_json(trial: int | None, note: UserNote) -> NoteDocument:
     """A note in documents; ``trial`` is None for the sweep's."""
     return {"trial": trial, "text": note.text, "tags": dict(note.tags), "by": note.by, "at_s": note.at_s}
 
@@ -244,6 +250,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         saved_device_hours=state.saved_device_seconds / 3600,
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
+        num_earlier_runs=state.sweep.num_earlier_runs,
         tracking_uri=public_uri(tracking_uri),
         winner=result(state.winner, state.objective) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
@@ -473,7 +480,7 @@ def _less_memory(state: SweepState) -> str:
     is_ours = not isinstance(state.sweep.workload.model, ScriptModel)
     ways += ["recompute: full"] if is_ours and candidate.recompute == Recompute() else []
     ways += ["values that need less memory"] if not ways else []
-    return f"In `baseline`, set {' or '.join(ways)}, then submit it with --replace."
+    return f"In `baseline`, set {' or '.join(ways)}, then run `submit --replace`."
 
 
 def _proof_going_on(state: SweepState, summary: Summary) -> str:
@@ -529,7 +536,7 @@ def cost(summary: Summary) -> str:
     time = units.device_time(summary.device_hours * 3600)
     if summary.saved_device_hours:
         time = f"{time} and {units.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
-    learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
+    learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps, summary.num_earlier_runs)
     parts = (f"{total}: {counts}" if counts else total, time, _took(summary), learned)
     return "; ".join(part for part in parts if part)
 
@@ -540,8 +547,9 @@ def _took(summary: Summary) -> str:
     return f"in {units.duration(summary.duration_s)}{paused}"
 
 
-def _learned_from(num_trials: int, num_sweeps: int) -> str:
-    """``learned from 14 trials of 2 earlier sweeps``; empty if there were none."""
-    if not num_trials:
-        return ""
-    return f"learned from {units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}"
+def _learned_from(num_trials: int, num_sweeps: int, num_runs: int) -> str:
+    """``learned from 14 trials of 2 earlier sweeps and 9 MLflow runs``; empty if there were none."""
+    trials = f"{units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}" if num_trials else ""
+    runs = units.count(num_runs, "MLflow run") if num_runs else ""
+    found = " and ".join(filter(None, (trials, runs)))
+    return f"learned from {found}" if found else ""

@@ -424,7 +424,7 @@ class RelativePredictor:
         )
         known = list(enumerate(self.earlier, len(self.candidates)))
         peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
-        ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
+        ran = [row for row, one in known if one.step_time_s is not None and not (one.peak_bytes or one.is_foreign)]
         oom = [row for row, trial in known if trial.step_time_s is None]
         return MemoryBelief(structures=structures, places=self._own.places).after(peaks, ran, oom)
 
@@ -459,6 +459,11 @@ class RelativePredictor:
         times = [(row, step_time_s * float(self.weights[row])) for row, step_time_s in known]
         near = nearest(self._own.places[[row for row, _ in times]], self._own.places[:first])
         return dict(times[i] for i in near.tolist())
+
+    @functools.cached_property
+    def earlier_noise(self) -> Mapping[int, float]:
+        """Standard deviations of the logarithms of these times, where they differ from the usual one."""
+        return foreign_noise(self.earlier, len(self.candidates))
 
     def gain_of(self, row: int) -> float:
         """Return the expected score relative to the baseline's before any trial: the median over programs."""
@@ -495,7 +500,8 @@ class RelativePredictor:
         names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
         columns = np.zeros((len(self._columns), len(names)))
         for i, trial in enumerate(self.earlier):
-            columns[len(self.candidates) + i, names.index(trial.sweep)] = SWEEP_STD
+            std = FOREIGN_LEVEL_STD if trial.is_foreign else SWEEP_STD
+            columns[len(self.candidates) + i, names.index(trial.sweep)] = std
         return columns
 
 
@@ -515,6 +521,11 @@ MAX_NEAREST = 96
 """Most earlier trials whose times are learned from: those most similar to any candidate. Further ones add little, and
 cost time at every proposal."""
 
+FOREIGN_NOISE_STD = 0.1
+"""Standard deviation of the log of a time that was recorded outside of tune-cluster."""
+FOREIGN_LEVEL_STD = 1.0
+"""The same of the error that all such runs of an experiment have in common: other hardware, other settings."""
+
 _ROWS_AT_ONCE = 20_000
 
 
@@ -530,6 +541,9 @@ class EarlierTrial:
     """Seconds per step; None: it ran out of memory."""
     peak_bytes: int | None = None
     """Peak memory of the fullest rank, if measured."""
+    is_foreign: bool = False
+    """Whether it is a run that tune-cluster did not measure: its hardware and settings are unverified. Only its speed
+    relative to other such runs counts, with more noise, and it shows nothing about memory."""
 
     @classmethod
     def of_outcome(
@@ -562,7 +576,17 @@ def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.
 
 def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
     """Return the number of sweeps that the trials come from."""
-    return len({trial.sweep for trial in earlier})
+    return len({trial.sweep for trial in earlier if not trial.is_foreign})
+
+
+def num_foreign(earlier: Iterable[EarlierTrial]) -> int:
+    """Return the number of runs that tune-cluster did not measure."""
+    return sum(trial.is_foreign for trial in earlier)
+
+
+def foreign_noise(earlier: Sequence[EarlierTrial], first_row: int) -> dict[int, float]:
+    """Map rows of foreign runs to standard deviations of their log times; ``earlier`` begins at ``first_row``."""
+    return {row: FOREIGN_NOISE_STD for row, trial in enumerate(earlier, first_row) if trial.is_foreign}
 
 
 def same_program(one: Workload, other: Workload) -> bool:

@@ -39,11 +39,13 @@ from cluster.probing import Profile, with_measured_figures, with_probe
 from orchestrator.objective import Figures, Objective
 from orchestrator.search.acquisition import ErrorModel, Posterior
 from orchestrator.search.knob_effects import (
+    FOREIGN_LEVEL_STD,
     MODELLED,
     Believed,
     CustomEffects,
     EarlierTrial,
     UnmodelledKnobs,
+    foreign_noise,
     nearest,
     usual_errors,
 )
@@ -433,7 +435,7 @@ class Predictor:
         )
         known = list(zip(places[len(self.candidates) :].tolist(), self.earlier, strict=True))
         peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
-        ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
+        ran = [row for row, one in known if one.step_time_s is not None and not (one.peak_bytes or one.is_foreign)]
         return belief.after(peaks, ran, [row for row, trial in known if trial.step_time_s is None])
 
     @functools.cached_property
@@ -458,6 +460,12 @@ class Predictor:
         near = nearest(places[[row for row, _ in times]], places[:first])
         return dict(times[i] for i in near.tolist())
 
+    @functools.cached_property
+    def earlier_noise(self) -> Mapping[int, float]:
+        """Standard deviations of the logarithms of these times, where they differ from the usual one. Such times do
+        not shift the coefficients."""
+        return foreign_noise(self.earlier, len(self.candidates))
+
     def log_spread_of(self, row: int) -> float:
         """Return the expected standard deviation of log(measured / predicted step time)."""
         x = self.inputs.take(slice(row, row + 1))
@@ -480,7 +488,7 @@ class Predictor:
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
         """Return the posterior, linearised at the coefficients for ``times_s``, weighted seconds per step by row."""
         shares = self.inputs.world_size / self.weights
-        known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
+        known = {row: time_s * float(shares[row]) for row, time_s in times_s.items() if row not in self.earlier_noise}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
         own, own_std, sweeps = self._own.one_hot, CUSTOM_KNOB_STD, self._sweeps()
         if self._usual is not None:
@@ -505,7 +513,9 @@ class Predictor:
         names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
         columns = np.zeros((len(self.inputs), len(names)))
         for i, trial in enumerate(self.earlier):
-            columns[len(self.candidates) + i, names.index(trial.sweep)] = 1.0
+            columns[len(self.candidates) + i, names.index(trial.sweep)] = (
+                FOREIGN_LEVEL_STD / SWEEP_STD if trial.is_foreign else 1.0
+            )
         return columns
 
     def _calibrated_memory(self) -> Calibrated:

@@ -321,7 +321,7 @@ class GuidedSearch:
         if found is None:
             return None
         candidate, measured = self._predictor.candidates[found.index], current.num_measured > 0
-        if not (measured or self._predictor.is_absolute or self._predictor.earlier_times_s):
+        if not (measured or self._predictor.is_absolute or self._is_level_known):
             return Suggestion(candidate, _usual_reason(found))
         return Suggestion(
             candidate,
@@ -406,7 +406,10 @@ class GuidedSearch:
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
             times_s={row: self._time_s(trial) for row, trial in learned.items()},
-            noise_std={row: std for row, trial in learned.items() if (std := _noise_std(trial)) is not None},
+            noise_std={
+                **self._predictor.earlier_noise,
+                **{row: std for row, trial in learned.items() if (std := _noise_std(trial)) is not None},
+            },
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
             ran=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Measured | StoppedEarly)),
             oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
@@ -429,6 +432,11 @@ class GuidedSearch:
         return replace(self._posterior, memory=self._predictor.memory_given(known)) if known else self._posterior
 
     @functools.cached_property
+    def _is_level_known(self) -> bool:
+        """Whether earlier sweeps show how fast the program is at all; runs recorded elsewhere do not."""
+        return not self._predictor.earlier_times_s.keys() <= self._predictor.earlier_noise.keys()
+
+    @functools.cached_property
     def _posterior(self) -> Posterior:
         """Return the cost model fitted to earlier sweeps. Trials of this sweep correct it only by the residual."""
         # Fitting the coefficients to them as well was no faster: docs/measured/search-quality.md.
@@ -439,7 +447,8 @@ class GuidedSearch:
         """Return scores before any trial of this sweep; None if only knobs' usual effects are known."""
         if not (isinstance(self._predictor, Predictor) and isinstance(self._predictor.inputs, CostInputs)):
             return None
-        return plain_scores(self._posterior, Seen(history=self._predictor.earlier_times_s))
+        history, noise = self._predictor.earlier_times_s, self._predictor.earlier_noise
+        return plain_scores(self._posterior, Seen(history=history, noise_std=noise))
 
     def _peak_bytes(self, found: Proposal, *, is_known: bool) -> float | None:
         """Return the expected peak; None if only usual effects are known, which are relative to a measured peak."""

@@ -20,7 +20,7 @@ from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.tables import progress_cell, trial_cell
 from orchestrator.report.view import Cell, Column, Mood, ShownRow, ShownTable
 from orchestrator.space.notation import short_name
-from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, Note, TrialProposed
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed, UserNote
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, ENDED, Home, Observer, Snapshot, is_at_work, read_snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
@@ -139,7 +139,7 @@ class RunningTrial:
     """Description of a check; empty for a trial of the search."""
     running_s: float
     """Seconds since its launch."""
-    note: Note | None
+    note: UserNote | None
     """A person's note on it, if any."""
 
     def to_json(self) -> dict[str, Any]:
@@ -226,6 +226,8 @@ def facts(sweep: Snapshot) -> list[Fact]:
     if queue := queue_text(sweep):
         found.append(Fact(label="queue", text=queue))
     found += map(_budget_fact, budgets(sweep))
+    if state.created is not None and state.created.earlier_runs:
+        found.append(Fact(label="learned from", text=plain(state.created.earlier_runs)))
     if state.note is not None:
         found.append(Fact(label="note", text=plain(note_text(state.note).removeprefix("note: "))))
     if state.waiting:

@@ -382,7 +382,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class UserNote:
     """A person's note on a sweep or a trial: the latest text, and tags."""
 
     text: str = ""
@@ -438,6 +438,10 @@ class SweepCreated:
     num_earlier_trials: int = 0
     """Number of trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int = 0
+    num_earlier_runs: int = 0
+    """Number of runs of your own MLflow experiment that it learned from as well."""
+    earlier_runs: str = ""
+    """Which of these runs were used and which were skipped, in words; empty if none were to be read."""
     proof: ProofSettings = field(default_factory=ProofSettings)
     profiled: tuple[str, ...] = ()
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""

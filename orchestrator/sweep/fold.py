@@ -24,7 +24,6 @@ from orchestrator.sweep.events import (
     FinalistsDisqualified,
     GateRun,
     LeaseChanged,
-    Note,
     ProfileRun,
     Promoted,
     SearchExhausted,
@@ -35,6 +34,7 @@ from orchestrator.sweep.events import (
     Tick,
     TrialProposed,
     TrialsRetried,
+    UserNote,
     Verdict,
     VerdictReached,
 )
@@ -290,12 +290,12 @@ def _apply_annotated(state: SweepState, event: Annotated) -> SweepState:
     return replace(state, trials=state.trials.with_item(trial.number, trial), noted=noted)
 
 
-def _changed_note(note: Note | None, event: Annotated) -> Note | None:
+def _changed_note(note: UserNote | None, event: Annotated) -> UserNote | None:
     """Return the note after the event; None if nothing is left of it."""
-    before = note or Note()
+    before = note or UserNote()
     kept = {key: value for key, value in before.tags.items() if key not in event.removed_tags}
     text, tags = before.text if event.text is None else event.text, {**kept, **event.tags}
-    return Note(text=text, tags=tags, by=event.by, at_s=event.written_at_s) if text or tags else None
+    return UserNote(text=text, tags=tags, by=event.by, at_s=event.written_at_s) if text or tags else None
 
 
 def _is_cut_short(state: SweepState, proof: ProofState) -> bool:

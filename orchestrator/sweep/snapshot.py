@@ -312,7 +312,8 @@ class Home:
             raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=seen)
         known = self.sweeps() if begun else self.all_names()
         near = nearest(name, known)
-        remedy = f"Did you mean {near!r}?" if near else f"Existing sweeps: {', '.join(known[:5]) or 'none'}."
+        existing = f"Existing sweeps: {', '.join(known[:5])}." if known else "There are no sweeps."
+        remedy = f"Did you mean {near!r}?" if near else existing
         raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} Use --home for another folder.")
 
     def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:

@@ -37,12 +37,12 @@ from orchestrator.sweep.events import (
     End,
     Evaluation,
     FinishCause,
-    Note,
     Origin,
     PredictedResult,
     ProfileRun,
     Promoted,
     SweepCreated,
+    UserNote,
     Verdict,
 )
 from orchestrator.units import Virtual, trial_id
@@ -250,7 +250,7 @@ class Trial:
     check: Check | None = None
     """The check; None for the search's own trials."""
     attempts: tuple[Attempt, ...] = ()
-    note: Note | None = None
+    note: UserNote | None = None
     """A person's note on it, if any."""
 
     @property
@@ -399,7 +399,7 @@ class SweepState:
     to_profile: tuple[int, ...] = ()
     """Trials requested to be profiled."""
     promotions: tuple[Promoted, ...] = ()
-    note: Note | None = None
+    note: UserNote | None = None
     """A person's note on the sweep, if any."""
     noted: tuple[int, ...] = ()
     """Numbers of the trials with a note, in order."""

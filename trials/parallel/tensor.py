@@ -404,6 +404,7 @@ def _half(block: Block, h: Tensor, rope: Tensor) -> Generator[Any, Tensor | None
     After the first segment of attention it yields queries, keys and values, and accepts the attention output instead
     of computing it.
     """
+    assert isinstance(block.feed_forward, SubLayer), "mixtures of experts are not split into copies"
     sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...]], ...] = (
         (block.attention_norm, block.attention, (rope,)),
         (block.feed_forward_norm, block.feed_forward, ()),

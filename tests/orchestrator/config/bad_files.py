@@ -42,11 +42,11 @@ def dotted(path):
 
 
 ALL_PATHS = list(paths(FULL))
-FREE_KEYS = "select"
-"""A mapping whose keys the user makes up."""
+FREE_KEYS = ("select", "params")
+"""Mappings whose keys the user makes up."""
 MAPPINGS = [
     (),
-    *(path for path in ALL_PATHS if isinstance(at(FULL, path), dict) and path[-1] != FREE_KEYS),
+    *(path for path in ALL_PATHS if isinstance(at(FULL, path), dict) and path[-1] not in FREE_KEYS),
 ]
 
 

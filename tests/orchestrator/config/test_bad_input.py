@@ -45,6 +45,8 @@ def is_meant(path, bad):
         ("tracking", "experiment"),
         ("cluster", "address"),
         ("cluster", "exclude_nodes", 0),
+        ("search", "learn_from", "experiment"),
+        ("search", "learn_from", "metric"),
         ("notify", "command", 0),
         ("notify", "command", 1),
         ("gate", "command", 0),
@@ -72,6 +74,8 @@ def is_meant(path, bad):
         ("budget", "wall_time"),
         ("tracking", "uri"),
         ("search", "patience"),
+        ("search", "learn_from"),
+        ("search", "learn_from", "uri"),
         ("profile", "output"),
         ("gate", "loss_tolerance"),
         ("gate", "grad_norm_tolerance"),
@@ -82,7 +86,7 @@ def is_meant(path, bad):
     return (
         (bad is None and path in optional)
         or (isinstance(bad, str) and (path in free_text or pattern))
-        or (isinstance(bad, dict) and path[-1] == FREE_KEYS)
+        or (isinstance(bad, dict) and path[-1] in FREE_KEYS)
         or (huge_number and path[-1] not in ("beta1", "beta2", "backoff_factor"))
     )
 

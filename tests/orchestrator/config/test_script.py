@@ -81,7 +81,7 @@ BAD = {
     "launcher": ({"workload.run": ["torchrun", "train.py"]}, "workload.run", "Write run: [python, train.py]"),
     "cwd": ({"workload.cwd": "gone"}, "workload.cwd", "relative to the sweep file"),
     "script": ({"workload.run.1": "gone.py"}, "workload.run.1", "relative to cwd"),
-    "program": ({"workload.run.0": "no-such-program"}, "workload.run.0", "Give the program"),
+    "program": ({"workload.run.0": "no-such-program"}, "workload.run.0", "Install it"),
     "file": ({"workload.files": {"config": "gone.json"}}, "workload.files.config", "relative to cwd"),
     "recipe": ({"workload.recipe": "megatorn"}, "workload.recipe", "megatron"),
     "pattern": ({"workload.metrics": {"log": "(?P<step>"}}, "workload.metrics.log", "backslash"),
