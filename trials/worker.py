@@ -40,7 +40,7 @@ from trials.legality import LEVEL as FLOAT8
 from trials.legality import check
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
-from trials.parallel.mesh import RankIdentity, build_mesh, process_group
+from trials.parallel.mesh import RankIdentity, build_mesh, connect, process_group
 from trials.precision import check_device, check_float8
 from trials.profiling.profiler import Profiler, folder_of_environment
 from trials.profiling.traces import check_profile, long_enough
@@ -132,7 +132,9 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         forget_compilations()
     memory = PeakMemory(device)
     place = coordinates(candidate.layout, identity.rank)
-    trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
+    mesh = build_mesh(candidate.layout, device)
+    connect(mesh, candidate.layout, device, lambda: progress("starting"))
+    trainer = Trainer(trial, mesh, device, place=place)
     _begin_own(trial, trainer, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and not is_host(device)

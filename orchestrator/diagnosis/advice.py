@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.units import count, milliseconds, num_bytes
 from trials.outcome import Measurement
 from trials.reports import ScriptFacts
-from trials.spec import Candidate, Workload, decoder_of
+from trials.spec import Candidate, ScriptModel, Workload, decoder_of
 
 ALIGNED = 64
 """Multiple of vocabulary rows for which tensor cores compute full tiles in any 16-bit format."""
@@ -105,9 +105,10 @@ def _buckets(one: Observed) -> Iterator[str]:
     if facts.buckets and facts.bucket_bytes and facts.buckets >= MANY_BUCKETS:
         mean = facts.bucket_bytes / facts.buckets
         if mean < SMALL_BUCKET:
+            how = ", and so does space.inside.ddp_bucket_mb" if isinstance(one.workload.model, ScriptModel) else ""
             yield (
                 f"DistributedDataParallel sends {facts.buckets} buckets of {num_bytes(mean)} on average: "
-                "a larger `bucket_cap_mb` (default 25) sends fewer"
+                f"a larger `bucket_cap_mb` (default 25) sends fewer{how}"
             )
 
 

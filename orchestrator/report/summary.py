@@ -480,7 +480,7 @@ def _less_memory(state: SweepState) -> str:
     is_ours = not isinstance(state.sweep.workload.model, ScriptModel)
     ways += ["recompute: full"] if is_ours and candidate.recompute == Recompute() else []
     ways += ["values that need less memory"] if not ways else []
-    return f"In `baseline`, set {' or '.join(ways)}, then submit it with --replace."
+    return f"In `baseline`, set {' or '.join(ways)}, then run `submit --replace`."
 
 
 def _proof_going_on(state: SweepState, summary: Summary) -> str:

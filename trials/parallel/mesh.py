@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from trials.accelerator.device import collectives_of
+from trials.accelerator.device import collectives_of, synchronize
 from trials.models.model import Draws, Initial, Tile, TrainModel, key_of
 from trials.spec import AXES, Layout
 
@@ -129,11 +129,38 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     mesh = init_device_mesh(
         device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees), **_group_options(tuple(degrees))
     )
-    if layout.zero_stage > 0:
-        flat_mesh(mesh, SHARD_AXES)
-    if layout.dp * layout.cp > 1 and (layout.zero_stage <= 1 or layout.shard_embedding):
-        flat_mesh(mesh, DATA_AXES)
+    for axes in _flattened(layout):
+        flat_mesh(mesh, axes)
     return mesh
+
+
+def connect(mesh: DeviceMesh | None, layout: Layout, device: torch.device, progress: Callable[[], None]) -> list[str]:
+    """Connect all groups of the gang now, and return their names.
+
+    NCCL creates a group's communicator in its first collective. With a thousand nodes that takes longer than a step,
+    and would be part of the first one. ``progress`` is called after each group.
+    """
+    groups = [dist.group.WORLD]
+    if mesh is not None:
+        groups += [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()]
+        groups += [flat_mesh(mesh, axes).get_group() for axes in _flattened(layout)]
+    names: list[str] = []
+    for group in groups:
+        assert group is not None
+        if dist.get_world_size(group) > 1 and group.group_name not in names:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            synchronize(device)
+            names.append(group.group_name)
+            progress()
+    return names
+
+
+def _flattened(layout: Layout) -> Iterator[tuple[str, ...]]:
+    """Yield the axes of the layout's flattened meshes."""
+    if layout.zero_stage > 0:
+        yield SHARD_AXES
+    if layout.dp * layout.cp > 1 and (layout.zero_stage <= 1 or layout.shard_embedding):
+        yield DATA_AXES
 
 
 def _group_options(axes: Sequence[str]) -> dict[str, Any]:

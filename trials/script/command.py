@@ -70,6 +70,10 @@ class Expected:
     """Worker processes of the loader that feeds training."""
 
 
+MOST_MOVED = 4
+"""The measured steps move on by at most so many times their number, see :meth:`trials.script.judge.Judge.settle`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
     """Everything a rank needs to run a training program for one trial; passed as JSON."""
@@ -120,6 +124,11 @@ class ScriptCommand:
     def num_required_steps(self) -> int:
         """Steps after which it may end in any way."""
         return self.protocol.min_warmup_steps + self.protocol.num_steps
+
+    @property
+    def num_latest_steps(self) -> int:
+        """Steps after which it may end if workers load its data: the measured ones may move on."""
+        return self.num_required_steps + MOST_MOVED * self.protocol.num_steps
 
 
 # The first entries of a training program's PYTHONPATH, with which it can report.
@@ -438,6 +447,7 @@ class Places:
         for file in command.files:
             write_atomically(self.files / file.file_name, [self.fill(file.text, command).encode()])
         write_atomically(self.report / "stop", [f"{command.num_required_steps}\n".encode()])
+        write_atomically(self.report / "stop_late", [f"{command.num_latest_steps}\n".encode()])
 
     def fill(self, text: str, command: ScriptCommand) -> str:
         """Fill in the placeholders in ``text`` that only the node can fill in."""

@@ -227,8 +227,6 @@ REPORT_SLACK_S = 0.2
 """Seconds by which a hook's line may arrive later or earlier than the report of the same step: files are polled."""
 MOST_MISSED = 0.75
 """Smallest fraction of another source's steps that a hook counts, if both count the same steps."""
-MOST_MOVED = 4
-"""Limit on moving the measured steps, as a multiple of their number; see :meth:`Judge.settle`."""
 NORMS_IN_A_ROW = 3
 """Consecutive non-finite gradient norms that mean divergence; fewer are steps skipped by loss scaling."""
 SHARDS_TOLERANCE = 0.7
@@ -296,13 +294,13 @@ class Judge:
         Args:
             is_last: whether to accept the current ones if there are no further steps.
         """
-        most = self._command.num_warmup_steps + MOST_MOVED * self._command.protocol.num_steps
+        most = self._command.num_latest_steps
         while self._is_ahead() or self._left_to_move:
-            if self.num_warmup_steps < most and self.num_steps >= self._measured.stop:
+            if self._measured.stop <= most and self.num_steps >= self._measured.stop:
                 # After the lead is gone, the batches that the workers have begun are further than usual.
                 self._left_to_move = self._period() if self._is_ahead() else self._left_to_move - 1
                 self._measured = range(self._measured.start + 1, self._measured.stop + 1)
-            elif self.num_warmup_steps < most and not is_last:
+            elif self._measured.stop <= most and not is_last:
                 return False
             else:
                 self._book.note("the measured steps used batches that loader workers had loaded before: too short")

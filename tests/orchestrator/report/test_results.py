@@ -153,6 +153,6 @@ def test_a_baseline_without_enough_memory_is_the_headline_with_its_remedy(outcom
     finished = SweepFinished(at_s=9.0, status="finished", reason="done", cause=FinishCause.EXHAUSTED)
     state = fold([created(), proposed(0, Candidate(**changes)), launched(0), ended(0, outcome), finished])
     kind = "device" if isinstance(outcome, OutOfMemory) else "host"
-    remedy = f"In `baseline`, set {text}, then submit it with --replace."
+    remedy = f"In `baseline`, set {text}, then run `submit --replace`."
     expected = f"The baseline ran out of {kind} memory. Nothing was measured. {remedy}"
     assert headline(state, summarize(state, "")) == expected

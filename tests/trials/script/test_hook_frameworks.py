@@ -77,6 +77,17 @@ def test_trainer_shows_a_loss_that_its_log_hides_and_stops_when_told(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trainer_goes_on_while_its_workers_may_be_ahead(tmp_path, workers):
+    (tmp_path / "stop").write_text("2")
+    (tmp_path / "stop_late").write_text("3")
+    more = ["--dataloader_num_workers", str(workers)]
+    (told,) = launch([*TRAINER, "--output_dir", str(tmp_path / "out"), *more], tmp_path)
+    assert f"steps {3 if workers else 2}" in told.output, told.errors
+    assert [("batches_ahead" in step) for step in told.steps] == [bool(workers)] * len(told.steps)
+
+
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_accelerate_on_two_ranks(tmp_path):
     argv = ["accelerate_loop.py", "--accum", "2"]

@@ -69,7 +69,9 @@ def error(kind: str, message: str, **values: Any) -> None:
 def stop_at() -> int | None:
     """Return the last step to train; None if it is not yet decided."""
     try:
-        with open(os.path.join(os.environ[FOLDER_VARIABLE], "stop"), encoding="ascii") as file:
+        with open(
+            os.path.join(os.environ[FOLDER_VARIABLE], "stop_late" if STEPS.has_workers else "stop"), encoding="ascii"
+        ) as file:
             return int(file.read(32))
     except (OSError, ValueError, KeyError):
         return None
@@ -267,6 +269,8 @@ class Steps:
         self._loader: dict[str, int] = {}
         self._batches: Callable[[], Any] = lambda: None
         """Returns the iterator of the last training batch; None after the program has dropped it."""
+        self.has_workers = False
+        """Whether worker processes load the training data."""
         self.items_draw: bool | None = None
         """Whether samples loaded by this process itself draw random numbers; None: not observed."""
         self._length = 0
@@ -392,6 +396,7 @@ class Steps:
         loaded = getattr(iterator, "_worker_result_queue", None)
         if loaded is None or len(iterator._task_info) < iterator._prefetch_factor * iterator._num_workers:
             return None
+        self.has_workers = True
         early = sum(len(task) > 1 for task in iterator._task_info.values())  # they wait for an earlier one
         pinned = iterator._data_queue.qsize() if iterator._data_queue is not loaded else 0
         return {"batches_ahead": loaded.qsize() + early + pinned}
