@@ -202,6 +202,25 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+# ---- mixtures of experts ----
+
+
+def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
+    """Matrices of experts are neither columns of one product nor linear modules."""
+    if not has_experts(workload.model):
+        return None
+    if candidate.layout.tp > 1:
+        return f"tp {candidate.layout.tp}: mixtures of experts are not split by tensor parallelism; use tp 1"
+    if candidate.precision.level == LEVEL:
+        return f"precision {LEVEL} does not support mixtures of experts; use O1 or O2"
+    return None
+
+
+def has_experts(model: Model) -> bool:
+    """Whether the runner trains a mixture of experts for this model."""
+    return isinstance(model, LlamaModel) and model.experts is not None
+
+
 # ---- context parallelism ----
 
 
@@ -296,6 +315,7 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
+    ("experts", "layout.tp precision.level", _experts_layout),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
@@ -749,3 +769,8 @@ def _llama_problems(model: LlamaModel) -> Iterator[str]:
         yield f"head size {model.hidden_size // model.num_heads} is odd; rotary embeddings rotate pairs"
     if model.num_heads % model.num_kv_heads:
         yield f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
+    if (experts := model.experts) is not None:
+        if not 1 <= experts.top_k <= experts.num_experts:
+            yield f"top_k {experts.top_k} is outside 1..num_experts {experts.num_experts}"
+        if not 0 <= experts.num_dense_layers < model.num_layers:
+            yield f"num_dense_layers {experts.num_dense_layers} is outside 0..{model.num_layers - 1}"

@@ -145,7 +145,29 @@ def num_parameters(model: Model) -> int:
 def _num_decoder_parameters(model: LlamaModel) -> int:
     """Count embedding, blocks, final norm and the untied head."""
     embedding = model.vocab_size * model.hidden_size
-    return 2 * embedding + model.num_layers * _num_block_parameters(model) + model.hidden_size
+    return (
+        2 * embedding + model.num_layers * _num_block_parameters(model) + _num_expert_weights(model) + model.hidden_size
+    )
+
+
+def num_active_parameters(model: LlamaModel) -> int:
+    """Parameters that each token passes: all of a dense model; of routed experts the chosen ones."""
+    experts = model.experts
+    if experts is None:
+        return _num_decoder_parameters(model)
+    idle = experts.num_experts - experts.top_k
+    per_expert = 3 * model.hidden_size * experts.ffn_hidden_size
+    return _num_decoder_parameters(model) - (model.num_layers - experts.num_dense_layers) * idle * per_expert
+
+
+def _num_expert_weights(model: LlamaModel) -> int:
+    """Weights of routers and experts, less those of the feed-forward that they replace."""
+    experts, hidden = model.experts, model.hidden_size
+    if experts is None:
+        return 0
+    widths = experts.num_experts * experts.ffn_hidden_size + experts.shared_ffn_hidden_size - model.ffn_hidden_size
+    layers = model.num_layers - experts.num_dense_layers
+    return layers * (3 * hidden * widths + hidden * experts.num_experts)
 
 
 def model_flops_per_token(model: Model, seq_length: int) -> float:
@@ -171,9 +193,10 @@ def _decoder_flops_per_token(model: LlamaModel, seq_length: int) -> float:
 
     Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward. Attention's
     two matmuls add ``12 L H Q T`` for L layers, ``H Q = hidden_size`` and T = ``seq_length``; as in the paper,
-    causality is not discounted. N excludes the embedding table, which is looked up, not multiplied.
+    causality is not discounted. N excludes the embedding table, which is looked up, not multiplied, and the experts
+    that a token does not pass.
     """
-    multiplied = num_parameters(model) - model.vocab_size * model.hidden_size
+    multiplied = num_active_parameters(model) - model.vocab_size * model.hidden_size
     return 6.0 * multiplied + 12.0 * model.num_layers * model.hidden_size * seq_length
 
 

@@ -13,6 +13,28 @@ from trials.files import ADDED_LATER, digest, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture-of-experts feed-forward: a router sends each token to some of the experts."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    """Width of one routed expert."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the experts that every token passes, together; 0: none."""
+    num_dense_layers: int = 0
+    """First layers that have a plain feed-forward."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to the weights of the experts."""
+    normalizes: bool = True
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    balance_rate: float = 1e-3
+    """Step per optimiser step of the bias that balances the experts; 0: none."""
+    routing: Literal["learned", "balanced"] = "learned"
+    """``balanced`` sends tokens to all experts in turn, whatever the scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaModel:
     """Shape of a Llama-style decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head)."""
 
@@ -25,6 +47,8 @@ class LlamaModel:
     vocab_size: int = 256
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    experts: Experts | None = None
+    """Replaces the feed-forward of all layers but the first ``num_dense_layers``; None: a dense model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ def _hardware(_workload: Workload, _candidate: Candidate, cluster: ClusterDescri
 
 def _model(workload: Workload, _candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     model = _decoder(workload)
-    return {
+    return _experts(model) | {
         "num_layers": model.num_layers,
         "hidden": model.hidden_size,
         "ffn": model.ffn_hidden_size,
@@ -118,6 +118,23 @@ def _model(workload: Workload, _candidate: Candidate, _cluster: ClusterDescripti
         "tied": 0.0,
         "trained_share": 1.0,
     }
+
+
+def _experts(model: LlamaModel) -> dict[str, float]:
+    """Fields of a mixture of experts; dense models keep the defaults."""
+    experts = model.experts
+    if experts is None:
+        return {name: DEFAULTS[name] for name in _OF_EXPERTS}
+    return {
+        "expert_share": 1 - experts.num_dense_layers / model.num_layers,
+        "num_experts": experts.num_experts,
+        "experts_per_token": experts.top_k,
+        "expert_ffn": experts.ffn_hidden_size,
+        "shared_ffn": experts.shared_ffn_hidden_size,
+    }
+
+
+_OF_EXPERTS = ("expert_share", "num_experts", "experts_per_token", "expert_ffn", "shared_ffn")
 
 
 def _decoder(workload: Workload) -> LlamaModel:

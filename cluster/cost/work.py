@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
-from trials.spec import Counts, LlamaModel, Recompute, Schedule
+from trials.spec import Counts, Experts, LlamaModel, Recompute, Schedule
 
 # ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
 #
@@ -206,10 +206,27 @@ def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
         "attention.wo.linear": Operator(0, 2 * h * h),
         "add": Operator(h, 0, 3 * h),
         "feed_forward_norm.rms_norm": Operator(h, 0, 2 * h),
+        **(_dense_operators(h, f) if model.experts is None else _expert_operators(h, model.experts)),
+    }
+
+
+def _dense_operators(h: int, f: int) -> dict[str, Operator]:
+    return {
         "feed_forward.w13.linear": Operator(2 * f, 4 * h * f),
         "feed_forward.silu": Operator(f, 0, 2 * f),
         "feed_forward.mul": Operator(f, 0, 3 * f),
         "feed_forward.w2.linear": Operator(0, 2 * h * f),
+    }
+
+
+def _expert_operators(h: int, experts: Experts) -> dict[str, Operator]:
+    """Operators of a token's routed experts. Patterns do not reach grouped products, so these have no path."""
+    k = experts.top_k
+    f = k * experts.ffn_hidden_size
+    return {
+        "grouped_matmul": Operator(2 * f + k * h, 6 * h * f),
+        "feed_forward.experts.silu": Operator(f, 0, 2 * f),
+        "feed_forward.experts.mul": Operator(f, 0, 3 * f),
     }
 
 

@@ -36,6 +36,7 @@ from trials.secrets import for_ranks
 from trials.spec import (
     AdamW,
     Data,
+    Experts,
     HuggingFaceModel,
     ImageFolderData,
     LinearModel,
@@ -100,7 +101,7 @@ def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSectio
     facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
     shape = reply.get("shape")
     if shape is not None:
-        shape = {key: value for key, value in shape.items() if key != "kind"}
+        shape = {key: value for key, value in shape.items() if key not in ("kind", "experts")}
     return CountedSection(**to_json(facts), shape=shape)
 
 
@@ -210,6 +211,45 @@ class HuggingFaceSection(Section):
 # Built-in models, data and optimiser
 
 
+_EXPERTS = Experts(num_experts=1, top_k=1, ffn_hidden_size=1)
+"""For its defaults."""
+
+
+class ExpertsSection(Section):
+    """A mixture of experts in place of the feed-forward."""
+
+    num_experts: Size = Field(description="Routed experts in a layer.")
+    top_k: Size = Field(description="Routed experts that each token passes; at most num_experts.")
+    ffn_hidden_size: Size = Field(description="Inner width of one routed expert.")
+    shared_ffn_hidden_size: int = Field(
+        default=_EXPERTS.shared_ffn_hidden_size,
+        ge=0,
+        description="Total inner width of the experts for every token; 0: none.",
+    )
+    num_dense_layers: int = Field(
+        default=_EXPERTS.num_dense_layers, ge=0, description="First layers with a plain feed-forward."
+    )
+    scores: Literal["softmax", "sigmoid"] = Field(
+        default=_EXPERTS.scores, description="Function that turns the router's logits into weights."
+    )
+    normalizes: bool = Field(
+        default=_EXPERTS.normalizes, description="Whether the weights of a token's experts are scaled to sum to 1."
+    )
+    balance_rate: float = Field(
+        default=_EXPERTS.balance_rate,
+        ge=0,
+        le=1,
+        description="Step of the bias that balances the experts; 0: no balancing.",
+    )
+    routing: Literal["learned", "balanced"] = Field(
+        default=_EXPERTS.routing,
+        description="learned: by score. balanced: to all experts in turn, because an untrained router is unbalanced.",
+    )
+
+    def to_experts(self) -> Experts:
+        return self.to(Experts)
+
+
 class LlamaSection(Section):
     """Shape of a Llama-style decoder."""
 
@@ -222,6 +262,7 @@ class LlamaSection(Section):
     vocab_size: int = Field(default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256.")
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
+    experts: ExpertsSection | None = Field(default=None, description="Mixture of experts; null: a dense model.")
 
     @model_validator(mode="after")
     def _divisible(self) -> LlamaSection:
@@ -234,10 +275,26 @@ class LlamaSection(Section):
             )
         if heads % self.num_kv_heads:
             raise fault("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads {heads}", "Change one of them.")
+        if self.experts is not None:
+            self._check_experts(self.experts)
         return self
 
+    def _check_experts(self, experts: ExpertsSection) -> None:
+        if experts.top_k > experts.num_experts:
+            raise fault(
+                "experts.top_k",
+                f"{experts.top_k} exceeds num_experts {experts.num_experts}",
+                "Change one of them.",
+            )
+        if experts.num_dense_layers >= self.num_layers:
+            raise fault(
+                "experts.num_dense_layers",
+                f"{experts.num_dense_layers} leaves no layer with experts; there are {self.num_layers} layers",
+                "Use a smaller number, or remove experts.",
+            )
+
     def to_model(self) -> LlamaModel:
-        return self.to(LlamaModel)
+        return self.to(LlamaModel, experts=None if self.experts is None else self.experts.to_experts())
 
 
 class ResNetSection(Section):

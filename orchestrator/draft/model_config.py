@@ -14,6 +14,7 @@ from orchestrator.config.yaml_source import read_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.decoder_config import FAMILIES, decoder_of, text_config
 from trials.files import read_regular
+from trials.sizes import num_parameters
 from trials.spec import Model
 
 
@@ -46,12 +47,7 @@ class DraftedModel:
     @property
     def num_parameters(self) -> int | None:
         """Weights of a decoder, its untied output layer included; None for other models."""
-        if self.keys["kind"] != "llama":
-            return None
-        hidden, ffn, vocab = (int(self.keys[key]) for key in ("hidden_size", "ffn_hidden_size", "vocab_size"))
-        key_values = 2 * hidden * hidden * int(self.keys["num_kv_heads"]) // int(self.keys["num_heads"])
-        layer = 2 * hidden * hidden + key_values + 3 * hidden * ffn + 2 * hidden
-        return 2 * vocab * hidden + int(self.keys["num_layers"]) * layer + hidden
+        return num_parameters(self.shape) if self.keys["kind"] == "llama" else None
 
 
 _SHAPES = (

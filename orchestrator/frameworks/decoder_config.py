@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.frameworks.gaps import NO_EXPERTS
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, custom, option, settings_of, tree
 from trials.files import read_regular
-from trials.spec import LlamaModel
+from trials.spec import Experts, LlamaModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,15 @@ class _Family:
     is_tied: bool = False
     """Whether input embedding and output layer are tied, if the configuration does not set it."""
     differences: tuple[str, ...] = ()
+    experts: Mapping[str, tuple[str, ...]] | None = None
+    """Keys of :class:`trials.spec.Experts`, by what the configuration calls them; None: a dense model."""
 
 
+_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("num_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+}
 _LAYER_NORM = "RMSNorm instead of LayerNorm"
 _BIASES = "no biases"
 _GELU = "SiLU instead of GELU"
@@ -45,6 +53,13 @@ FAMILIES: Mapping[str, _Family] = {
     "olmo2": _Family(differences=("no norms on queries and keys",)),
     "qwen2": _Family(differences=("no biases on queries, keys and values",)),
     "qwen3": _Family(differences=("no norms on queries and keys",)),
+    "mixtral": _Family(experts=_EXPERTS),
+    "qwen2_moe": _Family(
+        experts={**_EXPERTS, "shared_ffn_hidden_size": ("shared_expert_intermediate_size",)},
+        differences=("no biases on queries, keys and values", "no gate of the shared expert"),
+    ),
+    "qwen3_moe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
+    "olmoe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "stablelm": _Family(differences=(_LAYER_NORM,)),
     "gemma": _Family(is_tied=True, differences=(_GELU,)),
     "gemma2": _Family(is_tied=True, differences=(_GELU, "two norms fewer per block")),
@@ -83,7 +98,8 @@ class Decoder:
 
     @property
     def shape(self) -> LlamaModel:
-        return LlamaModel(**self.keys)
+        experts = self.keys.get("experts")
+        return LlamaModel(**{**self.keys, "experts": None if experts is None else Experts(**experts)})
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -112,6 +128,8 @@ def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
     theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
     if isinstance(theta, int | float) and theta != 10000:
         keys["rope_theta"] = float(theta)
+    if family.experts is not None:
+        keys["experts"] = _experts(config, family.experts, file)
     differences = (*family.differences, *_differences(config, family, sizes))
     return Decoder(keys=keys, max_seq_length=sizes["max_seq_length"], differences=differences)
 
@@ -163,12 +181,40 @@ def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
     return {key: int(value) for key, value in found.items() if value is not None}
 
 
+def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:
+    """The mixture of experts of a configuration whose every layer has one.
+
+    Raises:
+        ConfigError: missing sizes, or layers of both kinds in turn.
+    """
+    found: dict[str, Any] = {}
+    for key, names in known.items():
+        value, name = next((config[name] for name in names if name in config), None), names[-1]
+        if not isinstance(value, int) or value < 1:
+            shown = "missing" if value is None else f"{str(value)[:40]!r} is not a valid size"
+            raise ConfigError(shown, file=file, key=name, remedy="Use the config.json of a complete model.")
+        found[key] = value
+    for name, plain in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if config.get(name, plain) not in (plain, None):
+            raise ConfigError(
+                "only models with experts in every layer are supported",
+                file=file,
+                key=name,
+                remedy="Describe the model in a file like configs/models/moe-tiny.yaml, with experts.num_dense_layers.",
+            )
+    if config.get("norm_topk_prob", True) is False:
+        found["normalizes"] = False
+    return found
+
+
 def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str, int]) -> Iterator[str]:
     """Differences of this model from the trained one, in addition to those of its family."""
     if not family.is_gated:
         yield "SwiGLU with the same number of weights instead of two matrices"
     if config.get("tie_word_embeddings", family.is_tied):
         yield "a separate output layer"
+    if family.experts is not None and config.get("output_router_logits"):
+        yield "experts balanced by a bias instead of an auxiliary loss"
     head, ours = config.get("head_dim"), sizes["hidden_size"] // sizes["num_heads"]
     if head and head != ours:
         yield f"heads of size {ours} instead of {head}"
@@ -231,6 +277,7 @@ MODEL_SETTINGS: tuple[Setting, ...] = (
     option(f"{_LLAMA}.vocab_size", f"{MODEL_FILE}:vocab_size"),
     option(f"{_LLAMA}.rope_theta", f"{MODEL_FILE}:rope_parameters.rope_theta"),
     option(f"{_LLAMA}.norm_eps", f"{MODEL_FILE}:rms_norm_eps"),
+    NO_EXPERTS,
 )
 
 

@@ -264,6 +264,12 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
     return custom((path,), (name,), write, lambda settings: {path: bool(settings.get(name, False))})
 
 
+NO_EXPERTS = lacking(
+    "workload.model.llama.experts",
+    "mixtures of experts are not exported to this format; use torchrun",
+    severity="error",
+)
+"""Setting of formats that describe dense decoders."""
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, if the framework has only one way, which is our default."""
 

@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments
 from orchestrator.frameworks.arguments import Argument, Words, either_dash, read_text
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_EXPERTS,
     all_of,
     betas,
     memory_savers,
@@ -556,6 +557,7 @@ ROWS: tuple[Setting, ...] = (
         _write_data_parallel,
         _read_data_parallel,
     ),
+    NO_EXPERTS,
     lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, like ddp"),
     sharded_from(
         1,
@@ -727,7 +729,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     if size is not None and size * heads != numbers["hidden_size"]:
         found.warn("workload.model", f"head_dim {size}: attention is wider than the model; predictions ignore that")
     return LlamaModel(
-        **{key: int(number or 0) for key, number in numbers.items()},
+        **{key: int(number or 0) for key, number in numbers.items()},  # type: ignore[arg-type]
         num_kv_heads=found.whole("workload.model", _name_of(config, "num_kv_heads")) or heads,
         rope_theta=float(config.get(_name_of(config, "rope_theta")) or 10000.0),
         norm_eps=float(config.get(_name_of(config, "norm_eps")) or 1e-6),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trials.dryrun.estimate import BUILD, PassKind, PassRun, Peak, RankRun, Traffic
 from trials.sizes import Chunk, chunks_of_stage, count_at, num_virtual_stages_total, virtual_stage
-from trials.spec import Counts, Layout, LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
+from trials.spec import Counts, Layout, LinearModel, LlamaModel, Model, Recompute, ResNetModel, TrialSpec
 
 # Runs of equal layers: neighbouring layers of a chunk with the same recomputation.
 
@@ -554,7 +554,7 @@ class StagePlan:
 def plan_small_runs(spec: TrialSpec) -> tuple[StagePlan, ...] | None:
     """Plan every pipeline rank; None if the trial itself is as cheap. Ranks may share trials."""
     candidate = spec.candidate
-    if isinstance(spec.workload.model, ResNetModel):
+    if isinstance(spec.workload.model, ResNetModel) or _mixes_layers(spec.workload.model):
         return None  # its blocks differ
     layout = candidate.layout
     num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
@@ -643,6 +643,11 @@ def _resized(
     assert isinstance(spec.workload.model, LlamaModel | LinearModel), "others are simulated whole, or not at all"
     model = dataclasses.replace(spec.workload.model, num_layers=sum(sum(row) for row in held))
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model), candidate=candidate)
+
+
+def _mixes_layers(model: Model) -> bool:
+    """Whether layers with experts follow dense ones: then a layer's size depends on its number."""
+    return isinstance(model, LlamaModel) and model.experts is not None and model.experts.num_dense_layers > 0
 
 
 def _is_covered(rule: int, run: LayerRun) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trials.attention import causal_attention
+from trials.models.experts import MixtureOfExperts, routers_in
 from trials.models.model import Initial, TrainModel
 from trials.operators import in_backward
 from trials.sizes import Chunk
@@ -133,12 +134,17 @@ class FeedForward(SubLayer):
 class Block(nn.Module):
     """One decoder layer; ``schedule`` runs its sub-layers."""
 
-    def __init__(self, shape: LlamaModel) -> None:
+    def __init__(self, shape: LlamaModel, number: int) -> None:
+        """``number`` is that of the layer in the whole model."""
         super().__init__()
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.attention = Attention(shape)
         self.feed_forward_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward: FeedForward | MixtureOfExperts = (
+            FeedForward(shape)
+            if shape.experts is None or number < shape.experts.num_dense_layers
+            else MixtureOfExperts(shape.hidden_size, shape.experts)
+        )
         self.schedule: BlockSchedule = one_after_the_other
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -186,7 +192,7 @@ class Llama(TrainModel):
         self.shape = shape
         self.seq_length = seq_length
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size) if chunk.is_first else None
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in chunk.layer_ids})
+        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in chunk.layer_ids})
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps) if chunk.is_last else None
         self.output = Head(shape.hidden_size, shape.vocab_size) if chunk.is_last else None
         # A plain attribute, not a buffer: DDP broadcasts buffers in every step.
@@ -217,12 +223,14 @@ class Llama(TrainModel):
     def materialize(self, device: torch.device) -> None:
         table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
         self.rope = self.held_positions(table).to(device)
+        for router in routers_in([self]):
+            router.materialize(device)
 
     def initial(self, name: str) -> Initial:
         """Scale projections into the residual stream down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019)."""
         if name.endswith("norm.weight"):
             return Initial(mean=1.0)
-        if name.endswith(("wo.weight", "w2.weight")):
+        if name.endswith(("wo.weight", "w2.weight", "experts.w2")):
             return Initial(std=0.02 / math.sqrt(2 * self.shape.num_layers))
         return Initial(std=0.02)
 

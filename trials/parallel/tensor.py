@@ -354,6 +354,7 @@ def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
 
 def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
     """Run one half through the layer; the last of its :data:`NUM_STEPS` yields the result."""
+    assert isinstance(block.feed_forward, SubLayer), "mixtures of experts are not split into copies"
     sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...]], ...] = (
         (block.attention_norm, block.attention, (rope,)),
         (block.feed_forward_norm, block.feed_forward, ()),

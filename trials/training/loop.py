@@ -29,9 +29,10 @@ from trials.attention import causal_attention
 from trials.datasets import Batch, StepBatches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
-from trials.legality import uses_ddp
+from trials.legality import has_experts, uses_ddp
 from trials.models import Loss, TrainModel, build_model, loss_of
 from trials.models.built_in import Llama
+from trials.models.experts import Balance, routers_in
 from trials.offload import OffloadMeter, apply_activation_offload
 from trials.parallel.context import apply_context_parallel, split_sequence
 from trials.parallel.data_parallel import (
@@ -49,7 +50,15 @@ from trials.parallel.data_parallel import (
     take_in_gradients,
     uses_fsdp,
 )
-from trials.parallel.mesh import HeldTensor, ShardMap, gradients_of, init_parameters, perturb_parameters
+from trials.parallel.mesh import (
+    DATA_AXES,
+    HeldTensor,
+    ShardMap,
+    flat_mesh,
+    gradients_of,
+    init_parameters,
+    perturb_parameters,
+)
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
 from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
 from trials.recompute import RecomputeMeter, apply_recompute
@@ -99,6 +108,7 @@ class Trainer:
         else:
             self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
         self.gradients = Gradients(self.parts, self.layout, mesh, device)
+        self.balance = _balance(spec, self.parts, mesh)
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
@@ -180,6 +190,8 @@ class Trainer:
     def _update(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
+        if self.balance is not None:
+            self.balance.update()
 
     def _clear_gradients(self) -> None:
         if self.optimizer is not None:
@@ -212,6 +224,17 @@ class Trainer:
         if not finite and self.scaler is None:
             raise NonFiniteLoss(f"step {step}: gradient norm is {grad_norm}, loss {loss}; try a lower learning rate")
         return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
+
+
+def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -> Balance | None:
+    """What balances the experts of this rank's layers; None for dense models. All ranks of the gang call it."""
+    if not has_experts(spec.workload.model):
+        return None
+    layout = spec.candidate.layout
+    group = None
+    if mesh is not None and layout.dp * layout.cp > 1:
+        group = flat_mesh(mesh, DATA_AXES).get_group()
+    return Balance(routers_in(part.model for part in parts), group)
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
@@ -667,7 +690,10 @@ class Stage(PipelineStage):
         model = module.module if isinstance(module, DistributedDataParallel | BucketedReplica) else module
         options |= self._part.with_targets(self.targets[0] if self.targets else None)
         with self._context():
-            return model(*args, **options)
+            outputs = model(*args, **options)
+        for router in routers_in([model]):
+            router.load.zero_()  # this pass trains on nothing
+        return outputs
 
 
 class Pipeline:

@@ -67,7 +67,32 @@ VERIFIED = {
     "confirm": {"promoted": {"own": [1.0], "baseline": [1.0], "tolerance": 0.05, "hardware": {"gpu": "H100"}}},
 }
 """What `verify` writes into the sweep file of a verification."""
-EVERY_KEY = (VERIFIED, FULL, RESNET, LINEAR, TOKENS, SIMULATED, SCRIPT, OWN_MODULE, INSIDE)
+LLAMA = SMALL["workload"]["model"]
+EXPERTS = {
+    "num_experts": 8,
+    "top_k": 2,
+    "ffn_hidden_size": 64,
+    "shared_ffn_hidden_size": 32,
+    "num_dense_layers": 1,
+    "scores": "sigmoid",
+    "normalizes": False,
+    "balance_rate": 0.01,
+    "routing": "balanced",
+}
+MIXTURE = {"name": "mixture", "workload": {**SMALL["workload"], "model": {**LLAMA, "experts": EXPERTS}}}
+EVERY_KEY = (MIXTURE, VERIFIED, FULL, RESNET, LINEAR, TOKENS, SIMULATED, SCRIPT, OWN_MODULE, INSIDE)
+
+
+def test_every_key_of_experts_arrives(tmp_path):
+    model = load_sweep(write(tmp_path, {**SMALL, **MIXTURE})).to_workload().model
+    assert dataclasses.asdict(model.experts) == EXPERTS
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_k", 9), ("num_dense_layers", 99)])
+def test_experts_that_do_not_fit_the_model_are_refused(tmp_path, key, value):
+    workload = {**MIXTURE["workload"], "model": {**LLAMA, "experts": {**EXPERTS, key: value}}}
+    with pytest.raises(ConfigError, match=f"experts.{key}"):
+        load_sweep(write(tmp_path, {**SMALL, "workload": workload}))
 
 
 def test_every_key_arrives(tmp_path):

@@ -70,10 +70,36 @@ def test_the_weights_are_those_of_the_real_model(tmp_path):
     assert drafted(tmp_path, config).num_parameters == sum(weight.numel() for weight in built.parameters())
 
 
+def test_the_experts_are_those_of_the_real_model(tmp_path):
+    config = transformers.MixtralConfig(**GATED, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    built = transformers.MixtralForCausalLM(config)
+    model = drafted(tmp_path, config)
+    assert model.num_parameters == sum(weight.numel() for weight in built.parameters())
+    assert (model.shape.experts.num_experts, model.shape.experts.top_k) == (4, 2)
+
+
+def test_experts_of_their_own_width_are_read(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **GATED,
+        num_key_value_heads=2,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=96,
+        norm_topk_prob=False,
+    )
+    experts = drafted(tmp_path, config).shape.experts
+    assert (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalizes) == (16, 4, 96, False)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8, **GATED}, ("mixture of experts", "--parameters")),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8, **GATED}, ("mixture of experts", "--parameters")),
+        ({"model_type": "mixtral", **GATED}, ("num_local_experts", "missing")),
+        (
+            {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2, **GATED},
+            ("experts in every layer", "decoder_sparse_step"),
+        ),
         ({"model_type": "t5", "is_encoder_decoder": True}, ("'t5'", "llama")),
         ({"hidden_size": 12}, ("model_type",)),
         ({"model_type": "llama", "hidden_size": 512}, ("missing", "num_hidden_layers")),
@@ -82,7 +108,18 @@ def test_the_weights_are_those_of_the_real_model(tmp_path):
         ({"model_type": "resnet", "depths": [1, 1, 1, 1]}, ("depths", "ResNet-50")),
         ([1], ("model_type",)),
     ],
-    ids=["experts", "t5", "no type", "no sizes", "text", "heads", "resnet", "list"],
+    ids=[
+        "latent attention",
+        "no experts",
+        "alternating",
+        "t5",
+        "no type",
+        "no sizes",
+        "text",
+        "heads",
+        "resnet",
+        "list",
+    ],
 )
 def test_what_has_no_counterpart_is_refused_with_its_file(tmp_path, content, words):
     file = tmp_path / "config.json"

@@ -47,7 +47,8 @@ def _parts(prefix, cls):
     for name, hint in field_types(cls).items():
         path, options = join(prefix, name), alternatives(hint)
         if len(options) > 1:
-            found.update(f"{path}.{option.kind}" for option in options)
+            for option in options:
+                found |= {f"{path}.{option.kind}", *_parts(f"{path}.{option.kind}", option)}
         elif options:
             found |= _parts(path, options[0])
             if type(None) in typing.get_args(hint):

@@ -28,7 +28,7 @@ from orchestrator.space.rules import Case
 from orchestrator.sweep.snapshot import Home
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, StageEstimate
 from trials.files import from_json, to_json
-from trials.spec import Candidate, Layout
+from trials.spec import Candidate, Kernels, Layout
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
 
@@ -167,6 +167,19 @@ def test_planning_shows_estimates_and_rejects_what_would_not_fit(tmp_path: Path)
         assert words in rejected["examples"][0]["reason"]
     text = CliRunner().invoke(main, ["plan", str(QUICKSTART), "--home", str(tmp_path)], env={"COLUMNS": "200"}).stdout
     assert "predicted peak" in text and RULE_ID in text
+
+
+@pytest.mark.parametrize(
+    ("compile_", "phase_bytes", "fits"), [("off", 60, False), ("block", 60, True), ("block", 10, False)]
+)
+def test_eager_activations_do_not_reject_compiled_candidates(compile_: str, phase_bytes: int, fits: bool) -> None:
+    """Compiled blocks keep fewer activations than the dry run counts; here 90 of 100 bytes are available."""
+    candidate = Candidate(layout=Layout(), kernels=Kernels(compile=compile_))  # type: ignore[arg-type]
+    kept = {"activation": phase_bytes, "param": 100 - phase_bytes}
+    estimate = DryRunEstimate(stages=(dataclasses.replace(_stage(100), peak_by_category=kept),))
+    rule = DryRunEstimates(by_candidate={candidate: estimate}, limit_bytes=90).rule(Candidate(layout=Layout(tp=2)))
+    reason = rule.check(Case(workload=load_sweep(QUICKSTART).to_workload(), candidate=candidate))
+    assert (reason is None) == fits, reason
 
 
 def test_all_legal_candidates_fill_the_cache_that_plan_reads(tmp_path: Path) -> None:

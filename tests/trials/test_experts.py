@@ -1,0 +1,183 @@
+"""Mixtures of experts train like one process in fp32, whatever the knobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trials.gang import differences, run_gang
+from tests.trials.initial import check_all
+from tests.trials.parity_knobs import read_rows, spec_of
+from tests.trials.test_parity import NEUTRAL, name_of, tolerances
+from trials.legality import violations
+from trials.models import experts
+from trials.models.experts import Balance, MixtureOfExperts, Router, grouped_matmul
+from trials.spec import Experts
+
+EXPERTS = Experts(
+    num_experts=4,
+    top_k=2,
+    ffn_hidden_size=24,
+    shared_ffn_hidden_size=16,
+    num_dense_layers=1,
+    scores="sigmoid",
+)
+REFERENCE = name_of(NEUTRAL)
+
+
+def with_experts(spec):
+    model = dataclasses.replace(spec.workload.model, experts=EXPERTS)
+    return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model))
+
+
+def legal_specs():
+    """The trials of the dense matrix that mixtures of experts can run, and a single process."""
+    specs = {name_of(row): with_experts(spec_of(row)) for row in (NEUTRAL, *read_rows())}
+    return {name: spec for name, spec in specs.items() if not list(violations(spec.workload, spec.candidate))}
+
+
+SPECS = legal_specs()
+
+
+def world_size(name):
+    return SPECS[name].candidate.layout.world_size
+
+
+def spread(names, count):
+    """``count`` of the names, evenly spread over their order by world size."""
+    ordered = sorted(names, key=lambda name: (world_size(name), name))
+    return ordered[:: max(1, len(ordered) // count)][:count]
+
+
+TRIED = [REFERENCE, *spread([name for name in SPECS if world_size(name) <= 4 and name != REFERENCE], 24)]
+USUAL = spread([name for name in TRIED[1:] if world_size(name) <= 2], 8)
+
+
+@functools.cache
+def results(size, names):
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_gang([SPECS[name] for name in names], Path(folder), before=check_all)
+    return dict(zip(names, found, strict=True))
+
+
+def result_of(name):
+    group = USUAL if name in USUAL else TRIED
+    names = tuple(one for one in group if world_size(one) == world_size(name) and (group is USUAL or one not in USUAL))
+    return results(world_size(name), names)[name]
+
+
+@functools.cache
+def reference():
+    return results(1, (REFERENCE,))[REFERENCE]
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.timeout(600)
+@pytest.mark.representative(*USUAL)
+@pytest.mark.parametrize("name", [name for name in TRIED if name != REFERENCE])
+def test_trains_like_a_single_process(name):
+    loss, norm = differences(result_of(name), reference())
+    loss_limit, norm_limit = tolerances(SPECS[name].candidate.precision)
+    assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+def layer(shape=EXPERTS, seed=0):
+    made = MixtureOfExperts(8, shape)
+    made.router.materialize(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return made
+
+
+def by_loop(made, x):
+    """What the layer computes, token by token."""
+    rows = []
+    for token in x.flatten(0, 1):
+        scores = (made.router.weight @ token).sigmoid()
+        best = scores.topk(EXPERTS.top_k).indices
+        row = made.shared(token)
+        for expert in best:
+            gate, up = (token @ made.experts.w13[expert]).chunk(2)
+            row = row + scores[expert] / scores[best].sum() * (
+                (torch.nn.functional.silu(gate) * up) @ made.experts.w2[expert]
+            )
+        rows.append(row)
+    return torch.stack(rows).view_as(x)
+
+
+def gradients(made, compute, x):
+    made.zero_grad()
+    compute(x).square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
+
+
+def test_a_layer_computes_each_token_by_its_experts():
+    made, x = layer(), torch.randn(2, 7, 8)
+    torch.testing.assert_close(made(x), by_loop(made, x))
+    expected = gradients(made, functools.partial(by_loop, made), x)
+    for name, gradient in gradients(made, made, x).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
+
+
+FAULTS = {
+    "a token is lost": lambda rows, weights, ends: grouped_matmul(rows, weights, ends - 1),
+    "groups are shifted": lambda rows, weights, ends: grouped_matmul(rows, weights.roll(1, 0), ends),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_the_grouped_product_show(fault, monkeypatch):
+    made, x = layer(), torch.randn(2, 7, 8)
+    expected = by_loop(made, x)
+    monkeypatch.setattr(experts, "grouped_matmul", FAULTS[fault])
+    assert not torch.allclose(made(x), expected, rtol=1e-3)
+
+
+def test_empty_groups_have_no_gradient():
+    rows, weights = torch.randn(3, 4), torch.randn(3, 4, 5, requires_grad=True)
+    grouped_matmul(rows, weights, torch.tensor([0, 3, 3], dtype=torch.int32)).sum().backward()
+    assert weights.grad[1].abs().sum() > 0 and not weights.grad[[0, 2]].any()
+
+
+def test_balanced_routing_gives_every_expert_the_same_number_of_tokens():
+    made = layer(dataclasses.replace(EXPERTS, routing="balanced"))
+    made(torch.randn(2, 6, 8))
+    assert made.router.load.tolist() == [6.0] * 4
+
+
+def test_the_bias_evens_out_a_skewed_router():
+    router = Router(8, dataclasses.replace(EXPERTS, balance_rate=0.01))
+    router.materialize(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    router.weight.data.normal_(generator=generator)
+    router.weight.data[:2, 0] = 4.0  # which all tokens have in common
+    x = torch.cat([torch.ones(256, 1), torch.randn(256, 7, generator=generator)], dim=1)
+    balance = Balance([router], None)
+    shares = []
+    for _ in range(150):
+        _, ids = router(x)
+        router.load.add_(ids.flatten().bincount(minlength=4))
+        balance.update()
+        shares.append(balance.shares.max().item())
+    assert shares[0] > 0.38 and max(shares[-4:]) < 0.35
+
+
+def test_what_cannot_be_trained_is_refused():
+    spec = with_experts(spec_of(NEUTRAL))
+    model = spec.workload.model
+
+    def problems(shape):
+        workload = dataclasses.replace(spec.workload, model=dataclasses.replace(model, experts=shape))
+        return " ".join(violations(workload, spec.candidate))
+
+    assert "num_experts 4" in problems(dataclasses.replace(EXPERTS, top_k=5))
+    assert "num_dense_layers" in problems(dataclasses.replace(EXPERTS, num_dense_layers=3))
+    candidate = dataclasses.replace(spec.candidate, layout=dataclasses.replace(spec.candidate.layout, tp=2))
+    assert any("mixtures of experts" in problem for problem in violations(spec.workload, candidate))

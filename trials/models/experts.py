@@ -1,0 +1,238 @@
+"""Mixture-of-experts feed-forward: a router chooses some experts for each token, and all run as grouped products.
+
+Shape letters: T tokens of this rank, K experts per token, E routed experts, D hidden size, F width of an expert.
+
+Nothing here waits for the device: which rows go to which expert is known only there, so the sizes of all tensors are
+those of all rows together. Tokens are never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from trials.spec import Experts
+
+# ---- Grouped matrix products: consecutive rows, a matrix for each group
+#
+# An operator of its own rather than torch's, which has no shape function for fp32, no FLOP formula, and no kernel on
+# some devices.
+
+
+@torch.library.custom_op("tune_cluster::grouped_matmul", mutates_args=())
+def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply groups of rows with a matrix each.
+
+    Args:
+        rows: ``[R, D]``, the rows of one group after those of another.
+        weights: ``[E, D, F]``.
+        ends: ``[E]`` int32, the number of the row after each group's last. Groups may be empty.
+
+    Returns:
+        ``[R, F]``
+    """
+    if _has_kernel(rows):
+        return torch._grouped_mm(rows, weights, offs=ends)
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    begin = 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        torch.mm(rows[begin:end], weight, out=out[begin:end])
+        begin = end
+    return out
+
+
+@torch.library.custom_op("tune_cluster::grouped_outer", mutates_args=())
+def grouped_outer(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
+    """Gradient ``[E, D, F]`` of the matrices of :func:`grouped_matmul`: rows ``[R, D]``, gradients ``[R, F]``."""
+    if _has_kernel(rows):
+        return torch._grouped_mm(rows.t(), grads, offs=ends)
+    out = rows.new_empty(ends.shape[0], rows.shape[1], grads.shape[1])
+    begin = 0
+    for part, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(rows[begin:end].t(), grads[begin:end], out=part)
+        begin = end
+    return out
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """Whether torch has a kernel for all groups at once, which never waits for ``ends``. Not yet run on GPUs."""
+    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16
+
+
+@grouped_matmul.register_fake
+def _matmul_shape(rows: Tensor, weights: Tensor, _ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@grouped_outer.register_fake
+def _outer_shape(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], grads.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weights, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    of_rows, of_weights = ctx.needs_input_grad[:2]
+    return (
+        grouped_matmul(grad, weights.transpose(1, 2), ends) if of_rows else None,
+        grouped_outer(rows, grad, ends) if of_weights else None,
+        None,
+    )
+
+
+grouped_matmul.register_autograd(_gradients, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.tune_cluster.grouped_matmul)
+def _matmul_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(rows[0]) * int(rows[1]) * int(weights[2])
+
+
+@register_flop_formula(torch.ops.tune_cluster.grouped_outer)
+def _outer_flops(rows: Any, grads: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(rows[0]) * int(rows[1]) * int(grads[1])
+
+
+# ---- The layer
+
+
+class Router(nn.Module):
+    """Chooses the experts of every token, in fp32.
+
+    ``bias`` is added to the scores for the choice alone, not to the weights of the results. It moves towards experts
+    that are chosen less than others (Wang et al., arXiv 2408.15664), which balances them without an auxiliary loss.
+    """
+
+    def __init__(self, hidden_size: int, shape: Experts) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(shape.num_experts, hidden_size))
+        # Plain attributes, not buffers: DDP sends buffers around at every step.
+        self.bias: Tensor
+        self.load: Tensor
+
+    def materialize(self, device: torch.device) -> None:
+        """Begin without a bias."""
+        self.bias = torch.zeros(self.shape.num_experts, device=device)
+        self.load = torch.zeros(self.shape.num_experts, device=device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights in fp32 and numbers of the experts of every token of ``[T, D]``, both ``[T, K]``."""
+        shape = self.shape
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+            scores = logits.sigmoid() if shape.scores == "sigmoid" else logits.softmax(-1)
+            ids = self._in_turn(x) if shape.routing == "balanced" else self._best(scores)
+            chosen = scores.gather(1, ids)
+            if shape.normalizes:
+                chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        return chosen, ids
+
+    def _best(self, scores: Tensor) -> Tensor:
+        return (scores.detach() + self.bias).topk(self.shape.top_k, dim=-1, sorted=False).indices
+
+    def _in_turn(self, x: Tensor) -> Tensor:
+        size = (x.shape[0], self.shape.top_k)
+        return (torch.arange(size[0] * size[1], device=x.device) % self.shape.num_experts).view(size)
+
+
+class RoutedExperts(nn.Module):
+    """The experts' SwiGLU matrices, ``w13 [E, D, 2F]`` with the gate first, and ``w2 [E, F, D]``."""
+
+    def __init__(self, hidden_size: int, shape: Experts) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.empty(shape.num_experts, hidden_size, 2 * shape.ffn_hidden_size))
+        self.w2 = nn.Parameter(torch.empty(shape.num_experts, shape.ffn_hidden_size, hidden_size))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Results ``[R, D]`` of rows that lie expert by expert, ``counts [E]`` for each."""
+        ends = counts.cumsum(0).to(torch.int32)
+        kind = rows.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.w13.dtype
+        gate, up = grouped_matmul(rows.to(dtype), self.w13.to(dtype), ends).chunk(2, -1)
+        out: Tensor = grouped_matmul(F.silu(gate) * up, self.w2.to(dtype), ends)
+        return out
+
+
+class SharedExpert(nn.Module):
+    """The experts that every token passes, as one SwiGLU of their total width."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.w13 = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)
+        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w13(x).chunk(2, -1)
+        out: Tensor = self.w2(F.silu(gate) * up)
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    """Feed-forward of hidden states ``[B, S, D]`` by the experts that a router chooses for each token."""
+
+    def __init__(self, hidden_size: int, shape: Experts) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = Router(hidden_size, shape)
+        self.experts = RoutedExperts(hidden_size, shape)
+        width = shape.shared_ffn_hidden_size
+        self.shared = SharedExpert(hidden_size, width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weights, ids = self.router(flat)
+        chosen = ids.flatten()
+        # Not bincount, the shape of whose result depends on values.
+        counts = torch.zeros(self.shape.num_experts, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+        # A layer that is recomputed counts all of its tokens twice, which changes no expert's share.
+        self.router.load.add_(counts)
+        order = chosen.argsort(stable=True)
+        out = self.experts(flat[order // self.shape.top_k], counts)
+        # Back by the inverse order: a sum over indices would add in no particular order on GPUs.
+        by_token = out[order.argsort()].unflatten(0, ids.shape)
+        result = torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).squeeze(1).to(x.dtype)
+        if self.shared is not None:
+            result = result + self.shared(flat)
+        return result.view_as(x)
+
+
+def routers_in(modules: Iterable[nn.Module]) -> list[Router]:
+    """All routers, in the order of the layers."""
+    return [one for module in modules for one in module.modules() if isinstance(one, Router)]
+
+
+class Balance:
+    """Moves the biases of a rank's routers once per step, by what all ranks with the same layers have counted."""
+
+    def __init__(self, routers: list[Router], group: dist.ProcessGroup | None) -> None:
+        """``group`` are the ranks that route other tokens through the same layers; None if this is the only one."""
+        self._routers = [router for router in routers if router.shape.routing == "learned"]
+        self._group = group
+        self.shares: Tensor | None = None
+        """Share of the tokens that each expert got in the last step, ``[layers, E]``."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take one step towards equal load, and begin to count again."""
+        if not self._routers:
+            return
+        load = torch.stack([router.load for router in self._routers])
+        if self._group is not None:
+            dist.all_reduce(load, group=self._group)
+        self.shares = load / load.sum(-1, keepdim=True)
+        moves = torch.sign(self.shares.mean(-1, keepdim=True) - self.shares)
+        for router, move in zip(self._routers, moves, strict=True):
+            router.bias.add_(move, alpha=router.shape.balance_rate)
+            router.load.zero_()
