@@ -11,10 +11,10 @@ import time
 import pytest
 
 from benchmarks.gpu import cases as gpu_cases
-from benchmarks.gpu import training
+from benchmarks.gpu import plain, training
 from benchmarks.gpu.__main__ import parse, run_part
 from benchmarks.gpu.kept import Kept
-from benchmarks.gpu.parts import LEFT_OUT, NAMES, PARTS, Part, Setting, known
+from benchmarks.gpu.parts import LEFT_OUT, NAMES, PARTS, Part, Setting, known, rows_path
 from benchmarks.gpu.report import markdown
 from benchmarks.runner import trial_speed
 from benchmarks.runner.trial_speed import SMALL, Plan, cases
@@ -92,6 +92,24 @@ def test_a_part_says_why_it_has_no_more_rows(function, why, rows, tmp_path):
     told = run_part(part, MACHINE, 60.0, limit_s=4.0, folder=tmp_path, quick=True)
     assert time.monotonic() - start_s < 12
     assert (told["why"], len(told["rows"]), told["is_whole"]) == (why, rows, False)
+
+
+def test_a_short_session_begins_with_what_it_must_not_miss(tmp_path):
+    """Starts and faults, then training: the levels that are used most, and fp32 last with one micro-batch size."""
+    options = {"device": "cuda", "num_devices": 1, "quick": False, "folder": str(tmp_path), "part": "training"}
+    levels = [case.name.split()[0] for case in gpu_cases.matrix(Setting(**options, until_s=time.time()))]
+    assert levels == ["O2"] * 4 + ["O1"] * 4 + ["O0"] * 2
+    assert NAMES[:4] == ("start", "cluster", "training", "plain") and NAMES[-1] == "memory"
+
+
+def test_a_loop_by_hand_is_compared_with_its_trial(tmp_path):
+    options = {"device": "cpu", "num_devices": 1, "quick": True, "folder": str(tmp_path), "part": "plain"}
+    setting = Setting(**options, until_s=time.time() + 60)
+    rows_path(tmp_path, "training").write_text('{"trial": "O1 eager b2", "step ms": 50.0}\n')
+    plain.loops(setting)
+    (row,) = setting.rows_of("plain")
+    assert row["trial"] == "O1 eager b2" and row["plain loop ms"] > 0
+    assert row["trial / loop"] == pytest.approx(50.0 / row["plain loop ms"], abs=1e-3)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])

@@ -19,16 +19,19 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,
 
 
 def start(setting: Setting) -> None:
-    """The driver's tool, imports in fresh interpreters, and the first tensor in a child of the fork server."""
+    """The first tensor in a child of the fork server, the driver's tool, imports in fresh interpreters.
+
+    What is least known comes first: imports with cold caches may take all of the part's time.
+    """
+    import trials.worker  # noqa: F401  # as the fork server has it
+
+    _tell_forked(setting, "fork, then the first tensor on the device", _first_tensor)
     if shutil.which(NVIDIA_SMI[0]):
         for state in ("first", "again"):
             row = _timed(f"nvidia-smi, {state}", NVIDIA_SMI, setting.left_s)
             setting.tell(row | {"within what agents wait": row["worked"] and row["s"] < QUERY_TIMEOUT_S})
     for module in IMPORTS:
         setting.tell(_timed(f"import {module}", [sys.executable, "-c", f"import {module}"], setting.left_s))
-    import trials.worker  # noqa: F401  # as the fork server has it
-
-    _tell_forked(setting, "fork, then the first tensor on the device", _first_tensor)
 
 
 def _timed(what: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The parts of the benchmark, in the order in which they run, and what each of them is given. Standard library only.
 
-The order is that of what is least known of accelerators; the dry run comes last, to see all that was trained.
+What a session with a GPU must not miss comes first: starts and faults, then training. The dry run comes last, to see
+all that was trained.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ PARTS = (
     Part(
         name="start",
         function="benchmarks.gpu.host:start",
-        shows="What a rank waits for before it begins: the driver's tool, imports, the first tensor after a fork.",
+        shows="What a rank waits for before it begins: the first tensor after a fork, the driver's tool, imports.",
         share_s=40,
+    ),
+    Part(
+        name="cluster",
+        function="benchmarks.gpu.faults:on_one_device",
+        shows="The local backend: a trial, one out of memory, one killed, one stopped; how each ends and what is left.",
+        share_s=65,
+        least_s=30,
     ),
     Part(
         name="training",
@@ -46,6 +54,13 @@ PARTS = (
         shows="One device, precision by compilation by micro-batch, each trial by `python -m trials.worker`.",
         share_s=125,
         least_s=30,
+    ),
+    Part(
+        name="plain",
+        function="benchmarks.gpu.plain:loops",
+        shows="A loop written by hand over the same model, in O1, against the trial: whether trials are as fast.",
+        share_s=45,
+        least_s=20,
     ),
     Part(
         name="probe",
@@ -71,13 +86,6 @@ PARTS = (
         function="benchmarks.gpu.kernels:synchronisation",
         shows="A training loop that waits for the device after every step, and one that never does.",
         share_s=15,
-    ),
-    Part(
-        name="cluster",
-        function="benchmarks.gpu.faults:on_one_device",
-        shows="The local backend: a trial, one out of memory, one killed, one stopped; how each ends and what is left.",
-        share_s=65,
-        least_s=30,
     ),
     Part(
         name="weights",

@@ -79,7 +79,7 @@ def cold_compile(setting: Setting) -> None:
         for number, (name, kernels) in enumerate(modes.items()):
             row = {"compiled": name, "cache": state}
             if not setting.lacks_time(row):
-                spec = cases.trial(setting, precision=cases.O2, kernels=kernels, micro_batch_size=2)
+                spec = cases.trial(setting, precision=cases.O2, kernels=kernels, micro_batch_size=1)
                 run = run_trial(setting, spec, env=caches(Path(setting.folder, f"compiled-{number}")))
                 setting.tell({**row, **_compile_columns(run), "took s": round(run.took_s, 1)})
 

@@ -199,6 +199,13 @@ Words = Annotated[
     BeforeValidator(_words),
     WithJsonSchema({"type": "array", "minItems": 1, "items": {"type": ["string", "number"]}}),
 ]
+Arguments = Annotated[
+    list[str],
+    BeforeValidator(
+        lambda value: [word(one, str(i)) for i, one in enumerate(value)] if isinstance(value, list) else value
+    ),
+    WithJsonSchema({"type": "array", "items": {"type": ["string", "number"]}}),
+]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
@@ -229,7 +236,7 @@ class ScriptSection(Section):
         "knob, accumulation, world_size, steps, seed, out, or one of `files`. `python` is the one "
         "on the PATH of the node."
     )
-    trial_args: list[str] = Field(
+    trial_args: Arguments = Field(
         default=[],
         description="Arguments that only trials have, such as an output folder: added to run, or in "
         "place of the same argument. Exports do not contain them.",

@@ -172,7 +172,7 @@ def _view(
             basis.topology,
             known.profile,
             estimates=known.estimates.by_candidate,
-            earlier=known.earlier,
+            earlier=tuple(trial for trial in known.earlier if not trial.is_foreign),
             objective=state.objective,
         )
     except UnknownDimensionsError as error:

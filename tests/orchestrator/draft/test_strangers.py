@@ -220,3 +220,22 @@ def test_what_a_program_has_no_option_for_is_set_within_it_unless_its_code_does(
     written, _ = drafted(folder, "python train.py", "--global-batch-size", "4")
     assert written["space"].get("inside") == inside
     assert {name: value for name, value in written["baseline"].items() if name == "num_workers"} == baseline
+
+
+def test_what_only_trials_need_stands_apart_and_is_read_back(folder):
+    options = ("'--bs', type=int, default=4", "'--accum', type=int, default=1", "'-o', '--output', default=''")
+    more = (*options, "'--log-interval', type=int, default=50")
+    lines = [f"p.add_argument({option})" for option in more]
+    (folder / "log.py").write_text("\n".join(["import torch", ARGPARSE, *lines, "a = p.parse_args()", ""]))
+    written, _ = drafted(folder, "python log.py -o mine", "--force")
+    assert written["workload"]["run"] == [
+        "python",
+        "log.py",
+        "-o",
+        "mine",
+        "--bs",
+        "{micro_batch_size}",
+        "--accum",
+        "{accumulation}",
+    ]
+    assert written["workload"]["trial_args"] == ["-o", "{out}", "--log-interval", 1]

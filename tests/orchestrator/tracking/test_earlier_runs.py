@@ -228,4 +228,6 @@ def test_with_a_cost_model_too_the_runs_count_and_prove_nothing(tmp_path, store)
     assert (second.micro_batch_size, second.recompute.full) == (1, ())
     assert (unaided.micro_batch_size, unaided.recompute.full) != (1, ())
     fits = [one.state.trials[0].expected.probability_fits for one in (alone, taught)]
+    explained = run("explain", "first", "--home", tmp_path / "home", "--json")
+    assert explained.exit_code == 0 and json.loads(explained.stdout)["predictions"] is not None
     assert fits[0] == fits[1], "that a run fitted into another memory shows nothing here"
