@@ -191,18 +191,14 @@ def _zero1_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
-def _copies(workload: Workload, candidate: Candidate) -> str | None:
+def _copies(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.num_copies == 1:
         return None
     if layout.tp == 1 or layout.tp_engine != "local":
         return "num_copies 2 hides tensor-parallel collectives: it requires tp above 1 and tp_engine local or auto"
-    num_held = workload.seq_length // (layout.cp * (layout.tp if layout.sequence_parallel else 1))
-    if candidate.micro_batch_size % 2 and num_held < 2:
-        return (
-            "num_copies 2 halves an odd micro-batch along the sequence: a rank needs at least two positions, not "
-            f"{num_held}"
-        )
+    if candidate.micro_batch_size % 2:
+        return f"num_copies 2 halves the micro-batch: micro_batch_size {candidate.micro_batch_size} is odd"
     return None
 
 

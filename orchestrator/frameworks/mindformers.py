@@ -54,7 +54,6 @@ TP, CP = "parallel_config.model_parallel", "parallel_config.context_parallel"
 SEQUENCE, EMBEDDING = "parallel_config.use_seq_parallel", "parallel_config.vocab_emb_dp"
 NUM_LAYERS = f"{MODEL}.num_layers"
 COPIES = "micro_batch_interleave_num"
-TOKEN_COPIES = "model.model_config.fine_grain_interleave"
 BATCH, ACCUMULATED = "runner_config.batch_size", "runner_config.gradient_accumulation_steps"
 MICRO_BATCHES = "parallel_config.micro_batch_num"
 _OPTIMIZER = "parallel.parallel_optimizer_config"
@@ -273,20 +272,14 @@ def _held(offset: Any, layers: int, pp: int, chunks: int) -> Counts | None:
 
 
 def _write_micro_batch(builder: SettingsBuilder) -> None:
-    copies, size = builder.candidate.layout.num_copies, builder.candidate.micro_batch_size
-    by_tokens = size % copies > 0
-    if builder.changed("layout.num_copies") or (copies > 1 and builder.changed("micro_batch_size")):
-        builder.settings[COPIES] = 1 if by_tokens else copies
-        if by_tokens or builder.current(TOKEN_COPIES) is not None:
-            builder.settings[TOKEN_COPIES] = copies if by_tokens else 1
-    builder.settings[BATCH] = size if by_tokens else size // copies
+    copies = builder.candidate.layout.num_copies
+    if builder.changed("layout.num_copies"):
+        builder.settings[COPIES] = copies
+    builder.settings[BATCH] = builder.candidate.micro_batch_size // copies
 
 
 def _read_micro_batch(found: Found) -> dict[str, Any]:
     copies, size = found.whole("layout.num_copies", COPIES), found.whole("micro_batch_size", BATCH)
-    by_tokens = found.whole("layout.num_copies", TOKEN_COPIES, 1)
-    if copies == 1 and by_tokens and by_tokens > 1:
-        return {"layout.num_copies": by_tokens, "micro_batch_size": size}
     return {"layout.num_copies": copies, "micro_batch_size": size * copies} if size and copies else {}
 
 
@@ -587,9 +580,7 @@ ROWS: tuple[Setting, ...] = (
         _write_pipeline,
         _read_pipeline,
     ),
-    row(
-        ("layout.num_copies", "micro_batch_size"), (COPIES, TOKEN_COPIES, BATCH), _write_micro_batch, _read_micro_batch
-    ),
+    row(("layout.num_copies", "micro_batch_size"), (COPIES, BATCH), _write_micro_batch, _read_micro_batch),
     row("workload.global_batch_size", (MICRO_BATCHES, ACCUMULATED), _write_batch, _read_batch),
     row(
         ("recompute.full", "recompute.selective", "recompute.communication"),
@@ -753,11 +744,13 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
-    layout, shape = request.candidate.layout, request.reading.shape
+    candidate, layout, shape = request.candidate, request.candidate.layout, request.reading.shape
     if layout.pp > 1 and request.num_microbatches < layout.pp:
         edit.refuse(
             "layout.pp", f"{request.num_microbatches} micro-batches: MindFormers requires at least one per stage"
         )
+    if candidate.micro_batch_size % layout.num_copies:
+        edit.refuse("layout.num_copies", "the micro-batch is not divisible into copies")
     if _has_gap(layout.stage_layers):
         edit.refuse("layout.stage_layers", _GAP)
     if shape is None:

@@ -638,8 +638,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.num_copies",
         Literal[1, 2],
-        "2 splits each micro-batch in half, by tokens if it is odd, and overlaps the collectives of one half with the "
-        "computation of the other. Always 1 if tp is 1.",
+        "2 splits each micro-batch in half and overlaps the collectives of one half with the computation of the "
+        "other. Always 1 if tp is 1.",
         _suffix(
             "c{N}",
             "micro-batches run as {N} overlapping copies",

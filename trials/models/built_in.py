@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-Piece = Literal["first", "second", "attend", "project", "leave"]
+Piece = Literal["first", "second", "leave"]
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -59,12 +59,11 @@ class SubLayer(nn.Module):
         self.leave: Callable[..., Tensor] = unchanged
 
     def forward(self, x: Any, *args: Any, piece: Piece | None = None, pending: Any = None) -> Any:
-        """Run all, or one piece: ``first`` enters with what is ``pending``, ``second`` stops before leaving. Attention
-        has ``second`` in two pieces, ``attend`` and ``project``."""
+        """Run all, or one piece: ``first`` enters with what is ``pending``, ``second`` stops before leaving."""
         if piece == "first":
             return self.first(self.enter(x, pending), *args)
-        if piece in ("second", "attend", "project"):
-            return getattr(self, piece)(x, *args)
+        if piece == "second":
+            return self.second(x, *args)
         if piece == "leave":
             return self.leave(x, pending)
         return self.leave(self.second(*self.first(self.enter(x), *args)))
@@ -104,15 +103,7 @@ class Attention(SubLayer):
 
     def second(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention and the output projection."""
-        return self.project(self.attend(q, k, v))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention, ``[B, S, H * head_size]``."""
-        return self.core(q, k, v).transpose(1, 2).flatten(2)
-
-    def project(self, attended: Tensor) -> Tensor:
-        """Compute the output projection."""
-        projected: Tensor = self.wo(attended)
+        projected: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
         return projected
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -130,11 +130,6 @@ class Boundary:
 
     def __call__(self, x: Tensor, pending: Pending | None = None) -> Any:
         return self.cross(self.narrowed(x), self.group, pending)
-
-    @property
-    def num_parts(self) -> int:
-        """Number of ranks that each hold a part of the positions outside of the sub-layer."""
-        return self.group.size if self.cross is gather_sequence else 1
 
     def start(self, x: Tensor) -> Pending:
         return self.begin(self.narrowed(x), self.group)
@@ -321,8 +316,6 @@ class _Projection(torch.autograd.Function):
 
 
 # Multi-copy: run a micro-batch as two halves, so that one half's collectives overlap the other's computation.
-#
-# Halves are samples or, if the number of samples is odd, tokens: each rank's earlier and later positions.
 
 
 NUM_STEPS = 7
@@ -341,13 +334,7 @@ def apply_copies(model: TrainModel, layout: Layout) -> None:
 
 
 def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """Run two halves, by samples if their number is even, else by tokens; a
-    :data:`~trials.models.built_in.BlockSchedule`."""
-    return _by_tokens(block, x, rope) if x.shape[0] % 2 else _by_samples(block, x, rope)
-
-
-def _by_samples(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """Run two halves, the second one step behind the first.
+    """Run two halves, the second one step behind the first; a :data:`~trials.models.built_in.BlockSchedule`.
 
     Between any two steps of a half lies one of the other; ``~~~`` is a collective in flight::
 
@@ -365,45 +352,8 @@ def _by_samples(block: Block, x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([ahead, behind])
 
 
-def _by_tokens(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """Run two halves of the positions step by step; attention runs once, over all positions::
-
-    first   norm ~~~~~~ project ~~~~~~~         output ~~~~~~~~ add, norm ~~~~~~~~~~~ expand ...
-    second         norm ~~~~~~~ project attend         output ~~~~~~~~~~~ add, norm ~~~~~~~~ expand ...
-    """
-    enter = block.attention.enter
-    assert isinstance(enter, Boundary)
-    parts = enter.num_parts
-    halves = zip(x.tensor_split(2, dim=1), _token_halves(rope, parts, dim=1), strict=True)
-    first, second = (_half(block, part, angles) for part, angles in halves)
-    next(first), next(second)
-    projected = zip(next(first), next(second), strict=True)
-    attended = block.attention(*(_joined(*pair, parts, dim=2) for pair in projected), piece="attend")
-    for half, part in zip((first, second), _token_halves(attended, parts, dim=1), strict=True):
-        half.send(part)
-    for _ in range(NUM_STEPS - 3):
-        ahead, behind = next(first), next(second)
-    return torch.cat([ahead, behind], dim=1)
-
-
-def _token_halves(x: Tensor, parts: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the earlier and the later positions of each of ``parts`` equal parts along ``dim``."""
-    early, late = torch.unflatten(x, dim, (parts, -1)).tensor_split(2, dim=dim + 1)
-    return early.flatten(dim, dim + 1), late.flatten(dim, dim + 1)
-
-
-def _joined(early: Tensor, late: Tensor, parts: int, dim: int) -> Tensor:
-    """Invert :func:`_token_halves`."""
-    both = [torch.unflatten(half, dim, (parts, -1)) for half in (early, late)]
-    return torch.cat(both, dim=dim + 1).flatten(dim, dim + 1)
-
-
-def _half(block: Block, h: Tensor, rope: Tensor) -> Generator[Any, Tensor | None, None]:
-    """Run one half through the layer; the last of its :data:`NUM_STEPS` yields the result.
-
-    After the first segment of attention it yields queries, keys and values, and accepts the attention output instead
-    of computing it.
-    """
+def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
+    """Run one half through the layer; the last of its :data:`NUM_STEPS` yields the result."""
     assert isinstance(block.feed_forward, SubLayer), "mixtures of experts are not split into copies"
     sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...]], ...] = (
         (block.attention_norm, block.attention, (rope,)),
@@ -416,8 +366,8 @@ def _half(block: Block, h: Tensor, rope: Tensor) -> Generator[Any, Tensor | None
         pending = enter.start(x)
         yield h
         between = sub_layer(x, *args, piece="first", pending=pending)
-        attended = yield between
-        out = sub_layer(*between, piece="second") if attended is None else sub_layer(attended, piece="project")
+        yield h
+        out = sub_layer(*between, piece="second")
         pending = leave.start(out)
         yield h
         h = h + sub_layer(out, piece="leave", pending=pending)
