@@ -9,6 +9,7 @@ from orchestrator.space.file_types import layers_of, resolve_recompute
 from orchestrator.space.space import canonical_part, canonical_precision
 from trials.spec import (
     Candidate,
+    Experts,
     ImageFolderData,
     Kernels,
     Layout,
@@ -142,6 +143,7 @@ LLAMAS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st
         num_layers=NUM_LAYERS,
         ffn_hidden_size=drawn[2] * 8,
         vocab_size=256 + drawn[2],
+        experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=16) if drawn[2] % 3 == 0 else None,
     )
 )
 BATCHES = st.sampled_from([1, 6, 16, 24, 64])

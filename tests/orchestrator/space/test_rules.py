@@ -20,6 +20,7 @@ from tests.support.sweep_files import topology
 from trials import legality
 from trials.spec import (
     Candidate,
+    Experts,
     Layout,
     LlamaModel,
     Precision,
@@ -87,6 +88,7 @@ def wrong_recompute(candidate):
     return False
 
 
+EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16)
 BROKEN_WHEN = {
     "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
     "tp-num-heads": lambda c, w: w.model.num_heads % c.layout.tp != 0,
@@ -109,6 +111,7 @@ BROKEN_WHEN = {
         c.layout.num_copies == 2
         and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
     ),
+    "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level == "O1-fp8"),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
         c.layout.cp > 1
@@ -204,7 +207,7 @@ OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
 
 def test_every_rule_is_put_to_the_test():
     awkward = dataclasses.replace(
-        WORKLOAD, seq_length=30, model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97)
+        WORKLOAD, seq_length=30, model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97, experts=EXPERTS)
     )
     rng, found = random.Random(0), set()
     for _ in range(1500):
