@@ -75,7 +75,7 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
     """Describe how ``counts`` differ from the layout's chunks and stages, to follow their name; None if they agree."""
     if len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts):
         return None
-    num_stages = "/".join(str(len(row)) for row in counts) or 0
+    num_stages = "/".join(dict.fromkeys(str(len(row)) for row in counts)) or 0
     given, wanted = (f"{count} chunk{'' if count == 1 else 's'}" for count in (len(counts), layout.num_virtual_stages))
     return f"has {given} of {num_stages} stages, but the layout has {wanted} of {layout.pp} stages"
 

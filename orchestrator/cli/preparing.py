@@ -225,13 +225,14 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to check; default: RAY_ADDRESS, or that of FILE.")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to check; default: RAY_ADDRESS, or the one in FILE.")
 @home_option
 @json_option
 def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
     """Check that this host can run sweeps.
 
-    Checks torch, devices, Ray, MLflow, disk, memory, limits and load. Each line is ok, warn or fail, with a remedy.
+    Checks torch, devices, Ray, MLflow, disk, memory, limits and load. Reports ok, warn or fail for each
+    check, and a remedy for each problem.
     Changes nothing and starts nothing. Exit code 0: sweeps can run; 1: something must be fixed first.
 
     \b
@@ -305,7 +306,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
 @click.option(
     "--max-device-memory",
     metavar="SIZE",
-    help='Memory of a device, such as "80GB"; default: device_memory of FILE, or that of the GPUs here.',
+    help='Memory of a device, such as "80GB"; default: device_memory in FILE, or that of the GPUs on this host.',
 )
 @click.option(
     "--fragmentation",
@@ -317,7 +318,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
 @click.option(
     "--device",
     type=click.Choice(list(FAMILIES)),
-    help="Device to simulate; default: that of FILE, or cuda if unknown.",
+    help="Device to simulate; default: the one in FILE, or cuda if unknown.",
 )
 @click.option("--exact", is_flag=True, help="Simulate all layers instead of extrapolating from a few.")
 @home_option
@@ -325,7 +326,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
 def dryrun(
     file: Path, trials: tuple[str, ...], all_legal: bool, limit: int, home: Path, as_json: bool, **options: Any
 ) -> None:
-    """Estimate memory and FLOPs of trials without hardware.
+    """Estimate memory and FLOPs of trials without running them.
 
     Simulates trials of FILE on this machine, at any world size, and reports memory, FLOPs and collectives.
 
@@ -378,7 +379,7 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to run on; default: RAY_ADDRESS, or that of FILE.")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to run on; default: RAY_ADDRESS, or the one in FILE.")
 @home_option
 @json_option
 def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
@@ -387,8 +388,8 @@ def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
     Runs the smallest candidate of FILE, compares what the hook records with the numbers in FILE, and names a remedy for
     each difference. Shows where step time, loss and memory come from, whether the knobs take effect, and how long the
     program takes to start. With `space.inside`, a second run shows which of its knobs the program rejects. `submit`
-    also begins with the first run, unless --no-check is given. Exit code 0: trials can be measured; 2: something must
-    be fixed first.
+    starts with the same three-step run, unless --no-check is given. Exit code 0: trials can be measured; 2: something
+    must be fixed first.
 
     \b
     Examples:

@@ -104,7 +104,9 @@ def ui(
 @click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
 @click.option("--force", is_flag=True, help="Promote any measured trial, even without proof; recorded as forced.")
 @click.option(
-    "--candidate", is_flag=True, help="Only register it, as alias candidate; the only option for simulated sweeps."
+    "--candidate",
+    is_flag=True,
+    help="Register it under the alias candidate, not in production. Required for simulated sweeps.",
 )
 @_change_options
 @home_option
@@ -172,7 +174,7 @@ def rollback(
     """Put the previous version back into production.
 
     The files of that version of NAME must be unchanged since it was registered. A rollback is recorded like a
-    promotion, and can be rolled back itself.
+    promotion, and can itself be rolled back.
 
     \b
     Examples:

@@ -431,8 +431,8 @@ def retry(
 ) -> None:
     """Launch failed trials of a sweep again.
 
-    A running controller of SWEEP handles the request; otherwise this resumes the sweep as `resume` does, even if it had
-    finished or failed.
+    If the controller of SWEEP is running, it handles the request. If not, the sweep is resumed, even if it had finished
+    or failed.
 
     \b
     Examples:
@@ -480,9 +480,9 @@ def confirm(
 ) -> None:
     """Confirm a trial against the baseline.
 
-    Measures TRIAL of SWEEP again, interleaved with the baseline, and runs the loss gate. TRIAL is 3, t003, winner or
-    best (the default). A sweep does this at its end for its fastest trials; the latest verdict counts. The request is
-    not limited by the sweep's budget.
+    Measures TRIAL of SWEEP again, interleaved with the baseline, and runs the loss gate. TRIAL is a number (3
+    or t003), winner or best (the default). Every sweep ends by confirming its fastest trials this way; the latest
+    verdict counts. The request is not limited by the sweep's budget.
 
     \b
     Examples:
@@ -507,8 +507,8 @@ def profile(
 ) -> None:
     """Run a trial again with the profiler.
 
-    Profiles TRIAL of SWEEP as configured in section `profile` of its file. TRIAL is 3, t003, baseline, best or winner
-    (the default). The traces open in Perfetto; see docs/profiler.md.
+    Profiles TRIAL of SWEEP as configured in section `profile` of its file. TRIAL is a number (3 or t003),
+    baseline, best or winner (the default). The traces open in Perfetto; see docs/profiler.md.
 
     \b
     Examples:

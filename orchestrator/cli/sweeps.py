@@ -147,9 +147,9 @@ def logs(
 ) -> None:
     """Show the logs of a trial or of the controller.
 
-    TRIAL is 3, t003, baseline, best or winner; without it, shows the controller's log. A TRIAL alone refers to the
-    latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, shows node and path, and the last lines
-    of failed ranks. With --json and --follow, prints one JSON object per line.
+    TRIAL is a number (3 or t003), baseline, best or winner; without it, shows the controller's log. A TRIAL alone
+    refers to the latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, shows node and path, and
+    the last lines of failed ranks. With --json and --follow, prints one JSON object per line.
 
     \b
     Examples:
@@ -186,7 +186,7 @@ def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: 
     running.
 
     With TRIAL: why it was proposed, is waiting or failed; where each launch of it ran; which rank failed, and how the
-    sweep reacted. TRIAL is 3, t003, baseline, best or winner.
+    sweep reacted. TRIAL is a number (3 or t003), baseline, best or winner.
 
     \b
     Examples:
@@ -302,9 +302,9 @@ def note(
 ) -> None:
     """Add a note or tags to a sweep or a trial.
 
-    Without TRIAL, they apply to SWEEP. TRIAL is 3, t003, baseline, best or winner. TEXT replaces an earlier note, and
-    an empty TEXT removes it. Reports, pages and MLflow show notes and tags, whether the sweep is running or over.
-    Without TEXT and tags, prints the current ones.
+    Without TRIAL, they apply to SWEEP. TRIAL is a number (3 or t003), baseline, best or winner. TEXT replaces an
+    earlier note, and an empty TEXT removes it. Reports, pages and MLflow show notes and tags, whether the sweep is
+    running or over. With neither TEXT nor a tag option, prints the current notes and tags.
 
     \b
     Examples:

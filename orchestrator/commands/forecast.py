@@ -128,7 +128,9 @@ def described_topology(name: str) -> Topology:
         described = load_cluster(name)
     except CatalogueError as error:
         raise ConfigError(
-            str(error), key="--cluster", remedy="Use one of these, or a file of the same format."
+            str(error),
+            key="--cluster",
+            remedy="Use one of these names, or the path of a file like those in configs/clusters.",
         ) from None
     return uniform_topology(
         described.num_nodes,
@@ -348,7 +350,7 @@ def changed_baseline(spec: SweepSpec, text: str) -> Candidate:
     except ValidationError as error:
         found = to_config_error(error, source, SweepSpec)
         key = (found.key or "").removeprefix("baseline").removeprefix(".")
-        remedy = found.remedy if key else "Choose other knobs."
+        remedy = found.remedy if key else "Choose other values."
         raise ConfigError(found.message, file=f"{OPTION} {_shown(text)}", key=key, remedy=remedy) from None
 
 
@@ -356,7 +358,7 @@ def _read_knobs(text: str) -> dict[str, Any]:
     try:
         knobs = parse_yaml(text, Path(OPTION)).data
     except ConfigError as error:
-        message = f"not a YAML mapping of knobs: {error.message.removeprefix('not valid YAML: ')}"
+        message = f"cannot be read: {error.message.removeprefix('not valid YAML: ')}"
         remedy = "Write it like '{tp: 2}'."
         raise ConfigError(message, file=f"{OPTION} {_shown(text)}", key=error.key, remedy=remedy) from None
     assert isinstance(knobs, dict), "YAML that starts with a brace and parses is a mapping"

@@ -80,7 +80,9 @@ class Questions:
             return machine_at(self.address, nodes, devices)
         if nodes not in (None, 1):
             raise ConfigError(
-                f"this host is one node, not {nodes}", key="--nodes", remedy="Also use --cluster or --address."
+                f"this host is one node, not {nodes}",
+                key="--nodes",
+                remedy="To use more nodes, add --cluster or --address.",
             )
         return machine_here(devices)
 

@@ -164,7 +164,7 @@ class HuggingFaceSection(Section):
             with open_regular(Path(str(file))) as stream:
                 content = json.loads(stream.read(MAX_BYTES))
         except OSError as error:
-            raise fault(None, f"{file} cannot be read: {error.strerror or error}", _NAME_CONFIG) from None
+            raise fault(None, f"cannot read {str(file)!r}: {error.strerror or error}", _NAME_CONFIG) from None
         except ValueError as error:
             raise fault(None, f"{file} is not JSON: {error}", _NAME_CONFIG) from None
         return content
@@ -538,7 +538,7 @@ def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
             if found >= num_bytes:
                 return
     except OSError as error:
-        raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
+        raise fault("data.path", f"cannot read {str(path)!r}: {error.strerror or error}", remedy) from None
     where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
     raise fault("data.path", f"{where}: {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
 
@@ -588,7 +588,7 @@ def check_images(root: Path, *, num_classes: int) -> None:
         files = (file for folder in folders for file in folder.rglob("*"))
         image = next((file for file in files if file.suffix.lower() in IMAGE_SUFFIXES), None)
     except OSError as error:
-        raise fault("data.path", f"{root} cannot be read: {error.strerror or error}", _REMEDY) from None
+        raise fault("data.path", f"cannot read {str(root)!r}: {error.strerror or error}", _REMEDY) from None
     if image is None:
         raise fault("data.path", f"{root} contains no JPEG files in class folders", _REMEDY)
     _size(image)
@@ -602,7 +602,7 @@ def _size(path: Path) -> int:
         with open_regular(path) as stream:
             return stream.seek(0, os.SEEK_END)
     except OSError as error:
-        raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", _REMEDY) from None
+        raise fault("data.path", f"cannot read {str(path)!r}: {error.strerror or error}", _REMEDY) from None
 
 
 # A PyTorch module of the user, trained by the built-in runner

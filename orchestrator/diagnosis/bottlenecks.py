@@ -656,7 +656,7 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
     peak = case.measurement.peak_bytes
     if peak and case.limit_bytes:
         share = peak / case.limit_bytes
-        spare = "memory is left: recompute may be unnecessary" if again_s else "memory is left"
+        spare = "memory to spare, so recompute may be unnecessary" if again_s else "memory to spare"
         how = "nearly full" if share >= NEAR_LIMIT else spare
         lines.append(f"peak {num_bytes(peak)} of {num_bytes(case.limit_bytes)} ({share:.0%}): {how}")
     if again_s:

@@ -581,4 +581,4 @@ def memory_text(found: Remedy, limit_bytes: float | None) -> str:
 def _none_of(own: Sequence[KnobChange]) -> str:
     if len(own) == 1:
         return "the only possible change is not known to be faster"
-    return f"none of {len(own)} possible changes is known to be faster"
+    return f"none of the {len(own)} possible changes is known to be faster"

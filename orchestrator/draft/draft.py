@@ -109,7 +109,7 @@ def _first_that_fits(
             return knobs, found
     assert least is not None
     raise ConfigError(
-        f"the model does not fit into {machine.label}: a device needs at least {num_bytes(least.peak_bytes)} and "
+        f"the model does not fit on {machine.label}: each device needs at least {num_bytes(least.peak_bytes)} and "
         f"has {num_bytes(least.limit_bytes)}",
         remedy="Add nodes (--nodes), or describe a cluster: --cluster dgx-h100 --nodes 8.",
     )

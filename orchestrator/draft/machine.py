@@ -68,7 +68,9 @@ def described_machine(name: str, num_nodes: int | None, devices_per_node: int | 
         cluster = load_cluster(name)
     except CatalogueError as error:
         raise ConfigError(
-            str(error), key="--cluster", remedy="Use one of these, or a file of the same format."
+            str(error),
+            key="--cluster",
+            remedy="Use one of these names, or the path of a file like those in configs/clusters.",
         ) from None
     nodes, devices = num_nodes or cluster.num_nodes, devices_per_node or cluster.devices_per_node
     topology = uniform_topology(

@@ -23,6 +23,7 @@ from orchestrator.draft.static_reading import (
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.arguments import is_specified, read, read_text, write
 from orchestrator.frameworks.documents import edited, load
+from orchestrator.units import count
 from trials.files import fields_json, read_regular
 from trials.reports import ScriptFacts, SeenOption
 
@@ -92,13 +93,13 @@ class Detected:
         """The recorded facts in one line."""
         facts = self.facts
         parts = [
-            f"{facts.micro_batch_size} samples per micro-batch",
-            f"{facts.micro_batches} micro-batches per step",
-            f"{facts.world_size or 1} ranks",
+            f"{count(facts.micro_batch_size or 0, 'sample')} per micro-batch",
+            f"{count(facts.micro_batches or 0, 'micro-batch')} per step",
+            count(facts.world_size or 1, "rank"),
             facts.dtype,
-            None if facts.num_workers is None else f"{facts.num_workers} loader workers",
+            None if facts.num_workers is None else count(facts.num_workers, "loader worker"),
             facts.wrapper,
-            "recomputes" if (facts.layer_calls_per_forward or 0) > 1 else None,
+            "recompute" if (facts.layer_calls_per_forward or 0) > 1 else None,
             "compiled" if facts.is_compiled else None,
             f"{facts.num_optimizers} optimisers" if (facts.num_optimizers or 0) > 1 else None,
         ]

@@ -416,10 +416,10 @@ def _conclusion(found: SpeedChange) -> str:
         case "shown":
             assert found.shown_loss is not None, "a loss is shown"
             caught_up = "" if found.is_own_speed_lower or found.lead is None else ", since the baseline has caught up"
-            return f"at least {found.shown_loss:.1%} slower{caught_up} ({found.tolerance:.0%} allowed), in {rounds}"
+            return f"at least {found.shown_loss:.1%} slower{caught_up} ({found.tolerance:.0%} allowed) after {rounds}"
         case "excluded":
             slower = "; the machine is slower, but the speed-up is unchanged" if found.is_own_speed_lower else ""
-            return f"a slowdown of more than {found.tolerance:.0%} is ruled out, in {rounds}{slower}"
+            return f"a slowdown of more than {found.tolerance:.0%} is ruled out after {rounds}{slower}"
         case "open":
             return _doubt(found, rounds)
 
@@ -430,19 +430,22 @@ def _doubt(found: SpeedChange, rounds: str) -> str:
     ruled_out = (
         "no bound on the slowdown" if excluded is None else f"a slowdown of more than {excluded:.0%} is ruled out"
     )
-    text = f"{ruled_out}, in {rounds}"
+    text = f"{ruled_out} after {rounds}"
     if found.more_rounds is not None:
         more = units.count(found.more_rounds, "more round")
-        return f"{text}; about {more} needed for {found.tolerance:.0%} (--max-rounds)"
-    return f"{text}; more rounds would not be enough for {found.tolerance:.0%}, use a larger --tolerance"
+        return f"{text}; ruling out {found.tolerance:.0%} needs about {more} (raise --max-rounds)"
+    return f"{text}; more rounds would not rule out {found.tolerance:.0%}, use a larger --tolerance"
 
 
 def _compared(found: SpeedChange) -> str:
-    own = f"{_ratio(found.own)} of the promoted speed"
+    own = f"own speed {_ratio(found.own)} of that at promotion"
     if found.lead is None or found.speedups is None:
         return own
     then, now = found.speedups
-    return f"{now:.2f}x the baseline, {then:.2f}x then, {_ratio(found.lead)}; {own}, the baseline {found.baseline:.3f}x"
+    return (
+        f"{now:.2f}x the baseline now, {then:.2f}x at promotion, ratio {_ratio(found.lead)}; {own}, "
+        f"the baseline {found.baseline:.3f}x"
+    )
 
 
 def _ratio(estimate: Estimate) -> str:

@@ -46,14 +46,14 @@ def judged(own: tuple[float, ...], baseline: tuple[float, ...], busy: str = "", 
 @pytest.mark.parametrize(
     ("now", "expected", "part"),
     [
-        (((2.97, 3.0, 3.03), (1.0, 1.0, 1.0)), OK, "a slowdown of more than 5% is ruled out, in 3 rounds"),
+        (((2.97, 3.0, 3.03), (1.0, 1.0, 1.0)), OK, "a slowdown of more than 5% is ruled out after 3 rounds"),
         (((2.55, 2.58, 2.61), (1.0, 1.0, 1.0)), DRIFT, "% slower (5% allowed)"),  # the configuration alone is slower
         (((1.49, 1.5, 1.51), (0.5, 0.5, 0.5)), OK, "the machine is slower, but the speed-up is unchanged"),
         (((2.97, 1.5, 3.01), (1.0, 0.5, 1.0)), OK, "ruled out"),  # slow during one round: the lead does not see it
         (((2.97, 3.0, 3.03), (1.2, 1.2, 1.2)), DRIFT, "since the baseline has caught up"),
         (((2.97, 3.0, 3.03), (0.8, 1.0, 1.25)), OK, "ruled out"),  # a noisy baseline: its own speed shows no loss
-        (((2.9, 2.95, 3.0), (1.0, 1.0, 1.0)), OPEN, "needed for 5%"),
-        (((2.0, 3.0, 4.0), (1.0, 1.0, 1.0)), OPEN, "more rounds would not be enough for 5%"),
+        (((2.9, 2.95, 3.0), (1.0, 1.0, 1.0)), OPEN, "ruling out 5% needs"),
+        (((2.0, 3.0, 4.0), (1.0, 1.0, 1.0)), OPEN, "more rounds would not rule out 5%"),
         (((4.2, 4.5, 4.8), (1.0, 1.0, 1.0)), OK, "ruled out"),
     ],
 )
@@ -68,7 +68,8 @@ def test_what_cannot_be_told_says_what_is_ruled_out_and_what_it_takes():
     assert found.loss == "open" and found.more_rounds is not None and found.excluded_loss is not None
     text = drift.speed(found, "").text
     assert text.startswith(
-        f"a slowdown of more than {found.excluded_loss:.0%} is ruled out, in 3 rounds; about {found.more_rounds} m"
+        f"a slowdown of more than {found.excluded_loss:.0%} is ruled out after 3 rounds; "
+        f"ruling out 5% needs about {found.more_rounds} more round"
     )
     more = Rounds(own=now.own * 8, baseline=now.baseline * 8)
     assert change(THEN, more, tolerance=0.05, max_rounds=24).loss == "excluded"
