@@ -22,7 +22,7 @@ def kept_bytes(shape, level, backend):
     """Bytes that autograd keeps in the forward pass of a block, without its weights."""
     torch._dynamo.reset()
     dtype = torch.bfloat16 if level == "O2" else torch.float32
-    block = Block(shape).to(dtype)
+    block = Block(shape, 0).to(dtype)
     if backend is not None:
         block.compile(backend=backend, dynamic=False, fullgraph=True)
     weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}

@@ -37,7 +37,8 @@ def with_experts(spec):
 
 def legal_specs():
     """The trials of the dense matrix that mixtures of experts can run, and a single process."""
-    specs = {name_of(row): with_experts(spec_of(row)) for row in (NEUTRAL, *read_rows())}
+    rows = (NEUTRAL, *(row for row in read_rows() if row["clip"] == NEUTRAL["clip"]))
+    specs = {name_of(row): with_experts(spec_of(row)) for row in rows}
     return {name: spec for name, spec in specs.items() if not list(violations(spec.workload, spec.candidate))}
 
 

@@ -219,6 +219,7 @@ WISHES = (
     (7, checkpoint.retry(["crashed", "timed_out"])),
     (9, checkpoint.checks(profile=[0])),
     (8, checkpoint.budget(Budget(consecutive_failures=60))),
+    (3, checkpoint.note(trial=0, text="new drivers", tags={"team": "vision"}, removed_tags=())),
 )
 """What is asked for once so many trials have ended."""
 

@@ -198,7 +198,8 @@ def check_after_sigkill(folder, expected):
         now_s = fold(ledger.events()).now_s
     assert len(stored) - 1 <= len(kinds) <= len(stored)
     assert kinds == stored[: len(kinds)]
-    asked = [0, 1, 2, *(number for number, kind in ((3, "checks_requested"), (4, "budget_changed")) if kind in kinds)]
+    later = {"checks_requested": 3, "budget_changed": 4, "annotated": 5}
+    asked = [0, 1, 2, *(number for kind, number in later.items() if kind in kinds)]
     state = SWEEP.go_on(folder, World(now_s=now_s, asked=asked), Fuse())
     measured = Counter(trial.status for trial in state.searched())
     assert measured == Counter(trial.status for trial in expected.searched())
