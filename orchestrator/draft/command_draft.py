@@ -322,21 +322,21 @@ def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
 def _space(script: DraftedScript, machine: DraftedMachine, batch: int) -> Iterator[tuple[str, Any]]:
     """The knobs that matter for most programs, if this one has them."""
     reading, devices = script.reading, machine.topology.num_devices
-    said = set(reading.values)
-    if script.framework.name == "deepspeed" and devices > 1 and "layout.zero_stage" in said:
+    recorded = set(reading.values)
+    if script.framework.name == "deepspeed" and devices > 1 and "layout.zero_stage" in recorded:
         yield "dp_shard", devices
         yield "zero_stage", [1, 2, 3]
     if not script.uses_placeholders or script.program.is_tuned_by_batch:
         yield "micro_batch_size", micro_batch_sizes(script.micro_batch_size or 1, batch, devices)
-    if any(path.startswith("recompute.") for path in said):
+    if any(path.startswith("recompute.") for path in recorded):
         yield "recompute", ["none", "full"]
-    if "precision.level" in said:
+    if "precision.level" in recorded:
         yield "precision", _precisions(reading, is_gpu=machine.is_gpu)
     if script.uses_placeholders and (workers := script.program.num_workers) is not None:
         yield "num_workers", worker_counts(workers, _cores_per_device(machine))
-    elif "loader.num_workers" in said:
+    elif "loader.num_workers" in recorded:
         yield "num_workers", sorted({int(reading.values["loader.num_workers"]), 0, 2})
-    if "kernels.compile" in said and machine.is_gpu:
+    if "kernels.compile" in recorded and machine.is_gpu:
         yield "compile", ["off", "model"]
     if script.uses_placeholders and script.program.own:
         yield "own", dict(script.program.own)
