@@ -588,7 +588,7 @@ def _variables(found: Launched) -> dict[str, str]:
     """The options of ``accelerate launch`` that it would have passed on."""
     if found.launcher != "accelerate":
         return {}
-    recorded = {
+    texts = {
         variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()
     }
     flags = {v: "true" for name, v in _ACCELERATE_FLAGS.items() if read(found.options, either_dash(name, "flag"))}
