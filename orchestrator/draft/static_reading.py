@@ -588,11 +588,9 @@ def _variables(found: Launched) -> dict[str, str]:
     """The options of ``accelerate launch`` that it would have passed on."""
     if found.launcher != "accelerate":
         return {}
-    texts = {
-        variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()
-    }
+    texts = {variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()}
     flags = {v: "true" for name, v in _ACCELERATE_FLAGS.items() if read(found.options, either_dash(name, "flag"))}
-    return {**{variable: text for variable, text in recorded.items() if text}, **flags}
+    return {**{variable: text for variable, text in texts.items() if text}, **flags}
 
 
 def _program(argv: Sequence[str], found: Launched) -> tuple[str, ...]:
