@@ -83,7 +83,7 @@ def test_a_confirmed_winner_is_promoted_exported_and_verified_and_a_changed_prog
     done = promote("mine", home, sweep="mine")
     assert not done["forced"]
     kept = show("mine@production", home)["script"]
-    assert "---bs {micro_batch_size}" in kept["changes"] and "+--bs 8" in kept["changes"]
+    assert "---bs 1" in kept["changes"] and "+--bs 8" in kept["changes"]
     assert kept["source"]["sha256"]
     described = describe("mine@production", home, None)
     made = artifact(described.script, described.candidate, described.label)
