@@ -258,6 +258,7 @@ def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     found, compile_ = facts.Facts(), torch.compile
     monkeypatch.setattr(steps, "_disabled", {})
+    monkeypatch.setattr(facts, "was_compiled", lambda: False)  # as other tests in this process may have done
     found.watch(net)
     found.step_ended("test")
     assert torch._C._len_torch_dispatch_stack() == 1
