@@ -21,7 +21,7 @@ class Experts:
     ffn_hidden_size: int
     """Width of one routed expert."""
     shared_ffn_hidden_size: int = 0
-    """Width of the experts that every token passes, together; 0: none."""
+    """Total width of the experts that every token passes through; 0: none."""
     num_dense_layers: int = 0
     """First layers that have a plain feed-forward."""
     scores: Literal["softmax", "sigmoid"] = "softmax"

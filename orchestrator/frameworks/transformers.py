@@ -122,7 +122,7 @@ TOTAL = custom((), (), lambda _: None, _read_total, overlay="read")
 
 
 def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) -> None:
-    """The batch in DeepSpeed's configuration, as far as it has numbers."""
+    """The batch sizes that are numbers in DeepSpeed's configuration."""
     sizes = {
         "train_micro_batch_size_per_gpu": request.candidate.micro_batch_size,
         "gradient_accumulation_steps": request.num_microbatches,

@@ -122,12 +122,12 @@ class Router(nn.Module):
         self.load: Tensor
 
     def materialize(self, device: torch.device) -> None:
-        """Begin without a bias."""
+        """Create the bias and the counts, all zero."""
         self.bias = torch.zeros(self.shape.num_experts, device=device)
         self.load = torch.zeros(self.shape.num_experts, device=device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights in fp32 and numbers of the experts of every token of ``[T, D]``, both ``[T, K]``."""
+        """Return the weights in fp32 and the numbers of each token's experts, both ``[T, K]``, for ``x [T, D]``."""
         shape = self.shape
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
@@ -155,7 +155,7 @@ class RoutedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(shape.num_experts, shape.ffn_hidden_size, hidden_size))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Results ``[R, D]`` of rows that lie expert by expert, ``counts [E]`` for each."""
+        """Return the results ``[R, D]`` for rows sorted by expert, of which expert ``e`` has ``counts[e]``."""
         ends = counts.cumsum(0).to(torch.int32)
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.w13.dtype
@@ -165,7 +165,7 @@ class RoutedExperts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The experts that every token passes, as one SwiGLU of their total width."""
+    """The experts that every token passes through, as one SwiGLU of their total width."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class SharedExpert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Feed-forward of hidden states ``[B, S, D]`` by the experts that a router chooses for each token."""
+    """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token."""
 
     def __init__(self, hidden_size: int, shape: Experts) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class MixtureOfExperts(nn.Module):
         flat = x.flatten(0, -2)
         weights, ids = self.router(flat)
         chosen = ids.flatten()
-        # Not bincount, the shape of whose result depends on values.
+        # bincount would do, but the shape of its result depends on values.
         counts = torch.zeros(self.shape.num_experts, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
         # A layer that is recomputed counts all of its tokens twice, which changes no expert's share.
@@ -209,12 +209,12 @@ class MixtureOfExperts(nn.Module):
 
 
 def routers_in(modules: Iterable[nn.Module]) -> list[Router]:
-    """All routers, in the order of the layers."""
+    """Return all routers, in the order of the layers."""
     return [one for module in modules for one in module.modules() if isinstance(one, Router)]
 
 
 class ExpertBalance:
-    """Moves the biases of a rank's routers once per step, by what all ranks with the same layers have counted."""
+    """Updates the biases of a rank's routers once per step, from the token counts of all ranks with the same layers."""
 
     def __init__(self, routers: list[Router], group: dist.ProcessGroup | None) -> None:
         """``group`` are the ranks that route other tokens through the same layers; None if this is the only one."""
@@ -225,7 +225,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take one step towards equal load, and begin to count again."""
+        """Take one step towards equal load, and reset the counts."""
         if not self._routers:
             return
         load = torch.stack([router.load for router in self._routers])
