@@ -101,7 +101,7 @@ def test_each_obligation_has_its_test_over_the_backends_it_holds_for():
 
 def test_the_handbook_names_the_obligations_of_virtual_clusters():
     text = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
-    section = text.partition("## Clusters that do not exist")[2].partition("\n## ")[0]
+    section = text.partition("## Simulated clusters")[2].partition("\n## ")[0]
     every, with_processes, that_lose_nodes = obligations().values()
     named = re.findall(r"^- `(\w+)`", section, re.MULTILINE)
     assert named == every + that_lose_nodes
