@@ -211,8 +211,8 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
         return None
     if candidate.layout.tp > 1:
         return f"tp {candidate.layout.tp}: mixtures of experts are not split by tensor parallelism; use tp 1"
-    if candidate.precision.level == LEVEL:
-        return f"precision {LEVEL} does not support mixtures of experts; use O1 or O2"
+    if candidate.precision.is_fp8:
+        return f"precision {candidate.precision.level} does not support mixtures of experts; use O1 or O2"
     return None
 
 
@@ -600,40 +600,43 @@ CANDIDATE_RULES = make_rules(
 )
 
 
-# Legality rules on 8-bit float matmuls (precision O1-fp8).
+# Legality rules on 8-bit float matmuls (precision O1-fp8, O2-fp8).
 #
 # The kernels (cuBLASLt, through ``torch._scaled_mm``) need matrix sides that are multiples of 16. The number of rows of
 # a micro-batch does not matter: rows are padded if necessary.
 
 
-LEVEL = "O1-fp8"
 MULTIPLE = 16
 
 
 def _dtype(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
-    if precision.level != LEVEL or precision.dtype == "bfloat16":
+    if not precision.is_fp8 or precision.dtype == "bfloat16":
         return None
-    return f"precision {LEVEL} computes everything except its matmuls in bfloat16, not in {precision.dtype}"
+    return f"precision {precision.level} computes everything except its matmuls in bfloat16, not in {precision.dtype}"
 
 
 def _model(workload: Workload, candidate: Candidate) -> str | None:
-    if candidate.precision.level != LEVEL or not isinstance(workload.model, ResNetModel):
+    precision = candidate.precision
+    if not precision.is_fp8 or not isinstance(workload.model, ResNetModel):
         return None
-    return f"precision {LEVEL} requires linear modules, which the layers of model kind resnet do not have; use O1"
+    return (
+        f"precision {precision.level} requires linear modules, which the layers of model kind resnet do not have; use "
+        f"{precision.base}"
+    )
 
 
 def _sizes(workload: Workload, candidate: Candidate) -> str | None:
     """For custom modules, the rank that builds the module checks their sizes."""
-    if candidate.precision.level != LEVEL:
+    precision, tp = candidate.precision, candidate.layout.tp
+    if not precision.is_fp8:
         return None
-    tp = candidate.layout.tp
     odd = next(((name, size) for name, size in _sides(workload, tp) if size % (MULTIPLE * tp)), None)
     if odd is None:
         return None
     name, size = odd
     each = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
-    return f"precision {LEVEL}: {name} {size} is not divisible by {MULTIPLE}{each}; use O1"
+    return f"precision {precision.level}: {name} {size} is not divisible by {MULTIPLE}{each}; use {precision.base}"
 
 
 def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from trials.accelerator.device import architecture, capability, device_name, is_host, kind_of
 from trials.failure import InfeasibleSpec
-from trials.legality import LEVEL, MULTIPLE
+from trials.legality import MULTIPLE
 from trials.models.model import TrainModel
 from trials.operators import in_backward, leaves_in, map_leaves, operator_name
 from trials.reports import LossScaleState, OperatorCast
@@ -74,7 +74,7 @@ def autocast(candidate: Candidate, device: torch.device) -> contextlib.AbstractC
     use, so there the cache would save no casts and keep the whole model in memory; it is off.
     """
     precision = candidate.precision
-    if precision.level not in ("O1", "O1-fp8"):
+    if precision.base != "O1":
         return contextlib.nullcontext()
     keeps_casts = candidate.layout.zero_stage < 3
     return torch.autocast(device.type, dtype=compute_dtype(precision), cache_enabled=keeps_casts)
@@ -110,12 +110,12 @@ def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
 
 def keeps_masters(precision: Precision, *, sharded: bool) -> bool:
     """Whether the optimiser must keep fp32 copies of 16-bit parameters."""
-    return precision.level == "O2" and not sharded
+    return precision.base == "O2" and not sharded
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     """FSDP2's form of O2: gather and compute in 16 bits, reduce gradients in fp32."""
-    if precision.level != "O2":
+    if precision.base != "O2":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=_DTYPES[precision.dtype], reduce_dtype=torch.float32)
 
@@ -283,49 +283,44 @@ def _by_name(precision: Precision) -> dict[str, str]:
     return dict.fromkeys(precision.white, "white") | dict.fromkeys(precision.black, "black")
 
 
-# Level O1-fp8: matmuls of the layers' linear modules in 8-bit floats, by torchao.
+# Levels O1-fp8 and O2-fp8: matmuls of the layers' linear modules in 8-bit floats, by torchao.
 #
 # Inputs, weights and gradients are scaled dynamically by their largest element (Micikevicius et al., arXiv 2209.05433):
-# e4m3 forward, e5m2 for gradients. Everything else is O1. torchao is imported only for this level.
+# e4m3 forward, e5m2 for gradients. Everything else is O1 or O2. torchao is imported only for these levels.
 
 
 FLOAT8_MIN_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with 8-bit float tensor cores: Ada."""
 _ROCM_NAMES = ("gfx942", "gfx950")
 """ROCm architectures with 8-bit float matmuls: MI300 and MI350."""
-_REMEDY = "use level O1"
 
 
-def check_float8(device: torch.device) -> None:
+def check_float8(precision: Precision, device: torch.device) -> None:
     """Reject a machine without torchao or a device that cannot multiply 8-bit floats; CPUs emulate them.
 
     Raises:
         InfeasibleSpec: names what is missing and the remedy.
     """
+    level, remedy = precision.level, f"use level {precision.base}"
     if importlib.util.find_spec("torchao") is None:
         raise InfeasibleSpec(
-            f"precision {LEVEL} requires the package torchao: pip install 'tune-cluster[fp8]' on the nodes, or "
-            f"{_REMEDY}"
+            f"precision {level} requires the package torchao: pip install 'tune-cluster[fp8]' on the nodes, or {remedy}"
         )
     if is_host(device):
         return
     kind = kind_of(device)
     if kind not in ("cuda", "rocm"):
-        raise InfeasibleSpec(f"precision {LEVEL} requires a CUDA or ROCm device, not {kind}; {_REMEDY}")
+        raise InfeasibleSpec(f"precision {level} requires a CUDA or ROCm device, not {kind}; {remedy}")
     if kind == "rocm":
         if not (found := architecture(device)).startswith(_ROCM_NAMES):
             raise InfeasibleSpec(
-                f"precision {LEVEL} requires an MI300 or newer, {device_name(device)} is {found}; {_REMEDY}"
+                f"precision {level} requires an MI300 or newer, {device_name(device)} is {found}; {remedy}"
             )
     elif (have := capability(device) or (0, 0)) < FLOAT8_MIN_CAPABILITY:
         raise InfeasibleSpec(
-            f"precision {LEVEL} requires compute capability {_version_float8(FLOAT8_MIN_CAPABILITY)}, "
-            f"{device_name(device)} has {_version_float8(have)}; {_REMEDY}"
+            f"precision {level} requires compute capability {_version(FLOAT8_MIN_CAPABILITY)}, "
+            f"{device_name(device)} has {_version(have)}; {remedy}"
         )
-
-
-def _version_float8(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def apply_float8(model: TrainModel, precision: Precision, device: torch.device, *, tp: int) -> None:
@@ -337,12 +332,14 @@ def apply_float8(model: TrainModel, precision: Precision, device: torch.device, 
     Raises:
         InfeasibleSpec: no module qualifies.
     """
-    if precision.level != LEVEL:
+    if not precision.is_fp8:
         return
     linears = [module for layer in model.layers.values() for module in layer.modules() if isinstance(module, nn.Linear)]
     chosen = [linear for linear in linears if _fits(linear, tp)]
     if linears and not chosen:
-        raise InfeasibleSpec(f"precision {LEVEL}: no linear module in the layers has sizes divisible by {MULTIPLE}")
+        raise InfeasibleSpec(
+            f"precision {precision.level}: no linear module in the layers has sizes divisible by {MULTIPLE}"
+        )
     if len(chosen) < len(linears):
         logger.warning(
             "%d of %d linear modules stay in 16 bits: their sizes are not divisible", len(chosen), len(linears)

@@ -291,7 +291,7 @@ def matmul_format(candidate: Candidate) -> NumberFormat:
     if precision.level == "O0":
         # "medium" allows bfloat16 on devices with such kernels for float32; CUDA has none and uses TF32.
         return "float32" if candidate.kernels.matmul_precision == "highest" else "tf32"
-    return "float8" if precision.level == "O1-fp8" else precision.dtype
+    return "float8" if precision.is_fp8 else precision.dtype
 
 
 def _num_block_parameters(model: LlamaModel) -> int:

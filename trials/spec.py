@@ -395,20 +395,30 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights. O1-fp8 is O1 with the
-    matmuls of the layers' linear modules in 8-bit floats, with dynamic scaling per tensor (Micikevicius et al., arXiv
-    2209.05433); ``dtype`` applies to everything else.
+    """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights. O1-fp8 and O2-fp8 are O1
+    and O2 with the matmuls of the layers' linear modules in 8-bit floats, with dynamic scaling per tensor
+    (Micikevicius et al., arXiv 2209.05433); ``dtype`` applies to everything else.
 
     ``loss_scale`` is set exactly when ``dtype`` is float16. ``white`` and ``black`` name operators (as in
     ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits or in fp32, overriding autocast's own
     lists.
     """
 
-    level: Literal["O0", "O1", "O1-fp8", "O2"] = "O0"
+    level: Literal["O0", "O1", "O1-fp8", "O2", "O2-fp8"] = "O0"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     loss_scale: LossScale | None = None
     white: tuple[str, ...] = ()
     black: tuple[str, ...] = ()
+
+    @property
+    def base(self) -> str:
+        """O0, O1 or O2: the level of everything except 8-bit matmuls."""
+        return self.level.removesuffix("-fp8")
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the layers' matmuls are in 8-bit floats."""
+        return self.level.endswith("-fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,6 @@ from trials.datasets import Share, StepBatches, build_dataset, stream_batches, t
 from trials.failure import NonFiniteLoss
 from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
-from trials.legality import LEVEL as FLOAT8
 from trials.legality import check
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
@@ -74,8 +73,8 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     device = open_device(trial.device, identity.local_rank)
     own = RankDevice(trial, device)
     check_device(trial.candidate.precision, device)
-    if trial.candidate.precision.level == FLOAT8:
-        check_float8(device)
+    if trial.candidate.precision.is_fp8:
+        check_float8(trial.candidate.precision, device)
     beats = CompileBeats(progress)
     with (
         expected_warnings(),

@@ -34,7 +34,7 @@ ROWS = 8
 O0 = Precision()
 O1 = Precision(level="O1", dtype="bfloat16")
 O2 = Precision(level="O2", dtype="bfloat16")
-FP8 = Precision(level="O1-fp8", dtype="bfloat16")
+FP8 = Precision(level="O2-fp8", dtype="bfloat16")
 PRECISIONS = {"O0": O0, "O1": O1, "O2": O2}
 
 

@@ -57,7 +57,7 @@ def _measure_all(setting: Setting, wanted: Iterable[Case]) -> None:
 
 def impossible(case: Case) -> str:
     """Why a trial cannot run on so many devices or with these packages; empty where it can."""
-    if case.spec.candidate.precision.level == cases.FP8.level and importlib.util.find_spec("torchao") is None:
+    if case.spec.candidate.precision.is_fp8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     try:
         check(case.spec)

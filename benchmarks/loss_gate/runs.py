@@ -59,6 +59,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "bfloat16 O1": {"precision": Precision(level="O1", dtype="bfloat16")},
     "bfloat16 O1-fp8": {"precision": Precision(level="O1-fp8", dtype="bfloat16")},
     "bfloat16 O2": {"precision": Precision(level="O2", dtype="bfloat16")},
+    "bfloat16 O2-fp8": {"precision": Precision(level="O2-fp8", dtype="bfloat16")},
     "float16 O1": {"precision": _fp16("O1")},
     "float16 O2": {"precision": _fp16("O2")},
 }

@@ -173,7 +173,7 @@ def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
 def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Whether sums over tp hide behind matmuls, see :mod:`trials.parallel.tensor`: zbv splits the backward pass itself,
     and in 8-bit matmuls the gradients of input and weight are one operator."""
-    layout, takes_apart = candidate.layout, candidate.precision.level != "O1-fp8"
+    layout, takes_apart = candidate.layout, not candidate.precision.is_fp8
     hides = layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv" and takes_apart
     return {"hides_sums": float(hides)}
 
@@ -189,7 +189,7 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
     """Return bytes per element or parameter. O0 keeps everything in fp32, O1 adds a 16-bit copy of the weights, O2
     keeps 16-bit weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy."""
     level, layout = candidate.precision.level, candidate.layout
-    low = level == "O2"
+    low = candidate.precision.base == "O2"
     # FSDP2 reduces in fp32; plain 16-bit parameters are reduced in their own format.
     is_short = low and (holds_plain(layout) or layout.dp * layout.cp == 1)
     return {
@@ -198,7 +198,7 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
         "cast_bytes": 2.0 if level == "O1" and layout.zero_stage < 3 else 0.0,
-        "casts_operands": float(level == "O1-fp8"),
+        "casts_operands": float(candidate.precision.is_fp8),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,
@@ -207,7 +207,7 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
 
 def _peaks(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
     precision, peak = candidate.precision, matmul_peak(candidate, cluster.accelerator)
-    base = cluster.accelerator.peak(precision.dtype) if precision.level == "O1-fp8" else None
+    base = cluster.accelerator.peak(precision.dtype) if precision.is_fp8 else None
     return {"peak_flops_per_s": peak, "base_flops_per_s": base or peak}
 
 

@@ -141,11 +141,11 @@ def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
     }
 
 
-OPERAND_BYTES = {"O0": 4, "O1": 2, "O1-fp8": 2, "O2": 2}
+OPERAND_BYTES = {"O0": 4, "O1": 2, "O2": 2}
 """Bytes of an activation element, by AMP level."""
-GRADIENT_BYTES = {"O0": 4, "O1": 4, "O1-fp8": 4, "O2": 2}
+GRADIENT_BYTES = {"O0": 4, "O1": 4, "O2": 2}
 """Bytes of a gradient, by AMP level."""
-PARAM_BYTES = {"O0": 16, "O1": 18, "O1-fp8": 18, "O2": 16}
+PARAM_BYTES = {"O0": 16, "O1": 18, "O2": 16}
 """Bytes per parameter: weights, gradients, AdamW's states, master weights and autocast's copies, by AMP level."""
 PASSES_PER_ACTIVATION = 3
 """Reads and writes in the forward pass of an activation kept for the backward pass."""
@@ -235,7 +235,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, 
 def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
     """Return work and memory by the model's shape. Full recompute of n of N layers drops that share of the activations
     and repeats it."""
-    model, level = workload.model, candidate.precision.level
+    model, level = workload.model, candidate.precision.base
     assert isinstance(model, ResNetModel | LinearModel | UserModel), "decoders have their own model"
     size = OPERAND_BYTES[level]
     repeated = sum(map(sum, candidate.recompute.full)) / model.num_layers
@@ -255,7 +255,7 @@ def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
     """Return the bytes that a rank sends per step: the gradients' all-reduce, or its equivalent in ZeRO-1. ZeRO-2 and
     ZeRO-3 send the gradients of every micro-batch, unless they wait for the last. ZeRO-3 also gathers the weights for
     forward and backward of every micro-batch."""
-    layout, level = candidate.layout, candidate.precision.level
+    layout, level = candidate.layout, candidate.precision.base
     num_params, size = num_parameters(workload.model), GRADIENT_BYTES[level]
     number = max(1, candidate.num_microbatches(workload.global_batch_size))
     reductions = number if layout.zero_stage >= 2 and layout.gradient_reduction == "each" else 1

@@ -279,12 +279,12 @@ def _layout_row(workload: Workload, candidate: Candidate) -> dict[str, float]:
 
 
 def _kernel_row(_workload: Workload, candidate: Candidate) -> dict[str, float]:
-    level, kernels = candidate.precision.level, candidate.kernels
+    level, kernels = candidate.precision.base, candidate.kernels
     fits_format = level != "O0"
     return {
         "low_precision": level != "O0",
         "low_weights": level == "O2",
-        "eight_bits": level == "O1-fp8",
+        "eight_bits": candidate.precision.is_fp8,
         "fast_fp32": level == "O0" and kernels.matmul_precision != "highest",
         "compiled": kernels.compile != "off",
         "whole_model": kernels.compile == "model",

@@ -279,11 +279,11 @@ def _write_precision(builder: SettingsBuilder) -> None:
         f"{ARGUMENTS}:bf16": precision.dtype == "bfloat16",
         f"{ARGUMENTS}:fp16": precision.dtype == "float16",
     }
-    if is_fsdp and precision.level == "O1":
+    if is_fsdp and precision.base == "O1":
         builder.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy() for autocast alone")
-    elif is_fsdp and precision.level == "O2":
+    elif is_fsdp and precision.base == "O2":
         builder.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy(..., reduce_dtype=torch.float32)")
-    elif precision.level == "O2":
+    elif precision.base == "O2":
         builder.refuse(
             "precision.level",
             "without FSDP, only autocast (O1) is available, not 16-bit weights with fp32 master weights",

@@ -245,16 +245,18 @@ _OFFLOAD_OPTIMIZER = custom(
 # Number formats
 
 
+_FP8 = "8-bit matmuls require code: torchao.float8.convert_to_float8_training(layer) before deepspeed.initialize"
+
+
 def _write_precision(builder: SettingsBuilder) -> None:
     precision, layout = builder.candidate.precision, builder.candidate.layout
-    is_half = precision.level == "O2"
+    is_half = precision.base == "O2"
     builder.settings |= {
-        _AUTOCAST: precision.level in ("O1", "O1-fp8"),
+        _AUTOCAST: precision.base == "O1",
         _BF16: is_half and precision.dtype == "bfloat16",
         _FP16: is_half and precision.dtype == "float16",
     }
-    if builder.is_export:
-        refuse_fp8(builder)
+    refuse_fp8(builder, _FP8)
     if builder.settings[_AUTOCAST]:
         _write_autocast(builder, precision.dtype)
     if builder.is_export and is_half:

@@ -233,10 +233,10 @@ def own_seed() -> Setting:
     return left_to_script("workload.seed", "the seed is set by your script")
 
 
-def refuse_fp8(builder: SettingsBuilder, reason: str = "no setting for 8-bit floats; exported as bfloat16") -> None:
-    """Reject precision O1-fp8 if the format has no equivalent setting."""
-    if builder.candidate.precision.level == "O1-fp8":
-        builder.refuse("precision.level", reason)
+def refuse_fp8(builder: SettingsBuilder, reason: str = "no setting for 8-bit floats") -> None:
+    """Reject 8-bit matmuls if the format has no equivalent setting."""
+    if builder.candidate.precision.is_fp8:
+        builder.refuse("precision.level", f"{reason}; exported as bfloat16" if builder.is_export else reason)
 
 
 def memory_savers(**ways: Setting | str) -> tuple[Setting, ...]:

@@ -32,7 +32,6 @@ from orchestrator.frameworks.gaps import (
     num_microbatches,
     own_collectives,
     present,
-    refuse_fp8,
     refuse_stages,
     sharded_from,
     two_batches_ahead,
@@ -416,15 +415,20 @@ def _read_selective(found: Found) -> dict[str, Any]:
 
 # Number formats, data loading, kernels.
 
+_FP8 = {"--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"}
+"""8-bit matmuls as in level O2-fp8: e4m3 forward, e5m2 for gradients, scaled by the tensor's present maximum."""
 _DTYPES = {"--bf16": "bfloat16", "--fp16": "float16"}
 _SCALE = ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--loss-scale")
 
 
 def _write_precision(builder: SettingsBuilder) -> None:
-    refuse_fp8(builder, "--fp8-format hybrid --fp8-recipe tensorwise requires 16-bit weights, as in level O2")
     precision, layout = builder.candidate.precision, builder.candidate.layout
-    if precision.level == "O1":
+    if precision.base == "O1":
         builder.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats correspond to level O2")
+    if precision.level == "O2-fp8":
+        builder.settings |= _FP8
+    else:
+        builder.drop(*_FP8)
     builder.drop(*(name for name, dtype in _DTYPES.items() if dtype != precision.dtype))
     builder.settings |= {name: True for name, dtype in _DTYPES.items() if dtype == precision.dtype}
     reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
@@ -461,10 +465,12 @@ def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
 
 def _read_precision(found: Found) -> dict[str, Any]:
     dtype = next((dtype for name, dtype in _DTYPES.items() if found.is_on(name)), "float32")
+    level = "O0" if dtype == "float32" else "O2"
+    is_fp8 = dtype == "bfloat16" and all(found.get(name) == value for name, value in _FP8.items())
     for name in ("--fp8-format", "--fp4-format"):
-        if text := found.get(name):
+        if (text := found.get(name)) and not (is_fp8 and name in _FP8):
             found.unread("precision", f"{name} {text}; everything else is in {dtype}")
-    values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": "O0" if dtype == "float32" else "O2"}
+    values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": "O2-fp8" if is_fp8 else level}
     if dtype != "float16":
         return values
     if fixed := found.get("--loss-scale"):
@@ -612,7 +618,7 @@ ROWS: tuple[Setting, ...] = (
     ),
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
-        (*_DTYPES, "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32", *_SCALE),
+        (*_DTYPES, *_FP8, "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32", *_SCALE),
         _write_precision,
         _read_precision,
     ),

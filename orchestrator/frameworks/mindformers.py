@@ -405,9 +405,8 @@ _DTYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf1
 def _write_precision(builder: SettingsBuilder) -> None:
     """Write number formats: weights and masters stay fp32; O1 also keeps norms, softmax and residuals in fp32."""
     precision = builder.candidate.precision
-    if builder.is_export:
-        refuse_fp8(builder)
-    parts = precision.dtype if precision.level == "O2" else "float32"
+    refuse_fp8(builder)
+    parts = precision.dtype if precision.base == "O2" else "float32"
     builder.settings[COMPUTE] = precision.dtype
     if builder.is_export:
         builder.settings[WEIGHTS] = "float32"

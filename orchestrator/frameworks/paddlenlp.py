@@ -329,12 +329,12 @@ def _write_precision(builder: SettingsBuilder) -> None:
     builder.settings |= {
         "bf16": precision.dtype == "bfloat16",
         "fp16": precision.dtype == "float16",
-        "fp16_opt_level": precision.level,
+        "fp16_opt_level": precision.base,
     }
+    refuse_fp8(builder)
     if builder.is_export:
-        refuse_fp8(builder)
         reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
-        builder.settings["amp_master_grad"] = precision.level == "O2" and reduces_fp32
+        builder.settings["amp_master_grad"] = precision.base == "O2" and reduces_fp32
         _write_operators(builder)
     if precision.loss_scale is not None:
         builder.settings["scale_loss"] = precision.loss_scale.initial

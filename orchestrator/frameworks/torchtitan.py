@@ -68,6 +68,7 @@ MICRO = "parallelism.pipeline_parallel_microbatch_size"
 LENGTH, SEED = "training.seq_len", "debug.seed"
 DTYPE, COMPUTE = "training.dtype", "training.mixed_precision_param"
 COMPILE, COMPONENTS, COMPILER = "compile.enable", "compile.components", "compile.backend"
+FLOAT8 = "model_spec.float8"
 VOCAB, NUM_LAYERS = "model_spec.vocab_size", "model_spec.n_layers"
 LLAMA, OPTIMIZER = "workload.model.llama", "workload.optimizer"
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "gpipe": "GPipe"}
@@ -161,19 +162,21 @@ def _note_unread(found: Found) -> dict[str, Any]:
 def _write_precision(builder: SettingsBuilder) -> None:
     precision = builder.candidate.precision
     if builder.is_export:
-        refuse_fp8(builder, "the float8 converter requires weights gathered in 16 bits, as in level O2")
+        if precision.level == "O2-fp8":
+            builder.settings[FLOAT8] = True
         compute = "float32" if precision.level == "O0" else "bfloat16"
         builder.settings |= {DTYPE: "float32", COMPUTE: compute, "training.mixed_precision_reduce": "float32"}
         if precision.dtype == "float16":
             builder.refuse(
                 "precision", "torchtitan computes in bfloat16 or fp32, without loss scaling; exported as bfloat16"
             )
-        elif precision.level == "O1":
+        elif precision.base == "O1":
             builder.refuse(
                 "precision.level", "torchtitan has no autocast; exported as O2: weights are gathered in 16 bits"
             )
         return
-    if precision.level == "O1":
+    refuse_fp8(builder, "your configuration function converts the model: model_registry(..., converters=[...])")
+    if precision.base == "O1":
         builder.refuse("precision.level", "torchtitan has no level O1; its 16-bit format corresponds to level O2")
     if precision.dtype == "float16":
         builder.refuse("precision.dtype", "torchtitan computes in bfloat16 or float32")
@@ -184,7 +187,7 @@ def _write_precision(builder: SettingsBuilder) -> None:
 def _read_precision(found: Found) -> dict[str, Any]:
     weights, compute = found.get(DTYPE), found.get(COMPUTE)
     if weights == "float32" and compute in ("float32", "bfloat16"):
-        level = "O2" if compute == "bfloat16" else "O0"
+        level = "O0" if compute == "float32" else "O2-fp8" if found.get(FLOAT8) is True else "O2"
         lists = {"precision.white": (), "precision.black": ()}
         return {"precision.dtype": compute, "precision.level": level, **lists}
     if UNKNOWN not in (weights, compute):
@@ -455,7 +458,7 @@ ROWS: tuple[Setting, ...] = (
     NO_EXPERTS,
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
-        (DTYPE, COMPUTE, "training.mixed_precision_reduce"),
+        (DTYPE, COMPUTE, "training.mixed_precision_reduce", FLOAT8),
         _write_precision,
         _read_precision,
     ),

@@ -45,6 +45,7 @@ from functools import partial
 from torch import nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
@@ -55,8 +56,10 @@ from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.trainer import Trainer
 
 
-def llama(*, dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size, max_seq_len, rope_theta, norm_eps):
-    """A Llama of this shape, trained as torchtitan trains its own."""
+def llama(
+    *, dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size, max_seq_len, rope_theta, norm_eps, float8=False
+):
+    """A Llama of this shape, trained as torchtitan trains its own; ``float8`` converts the linear modules of layers."""
     weight = {"weight": partial(nn.init.trunc_normal_, std=0.02)}
     residual = {"weight": partial(nn.init.trunc_normal_, std=0.02 / (2 * n_layers) ** 0.5)}
 
@@ -90,6 +93,9 @@ def llama(*, dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size, max_seq
         lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=weight),
         layers=[layer() for _ in range(n_layers)],
     )
+    if float8:
+        converter = Float8LinearConverter.Config(recipe_name="tensorwise", filter_fqns=["lm_head"])
+        model = converter.build().convert(model)
     return replace(model_registry("debugmodel"), flavor="tune-cluster", model=model)
 
 

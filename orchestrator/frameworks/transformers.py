@@ -21,7 +21,7 @@ from orchestrator.frameworks.arguments import Words
 from orchestrator.frameworks.decoder_config import decoder_in
 from orchestrator.frameworks.documents import ABSENT
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
-from orchestrator.frameworks.gaps import TORCH_SCALER, num_microbatches, without_pipeline
+from orchestrator.frameworks.gaps import TORCH_SCALER, num_microbatches, refuse_fp8, without_pipeline
 from orchestrator.frameworks.launchers import count, imports, program_of, script_text, without_launcher
 from orchestrator.frameworks.spelling import Found, Setting, SettingsBuilder, custom, number, row, switch
 from orchestrator.frameworks.trainer_arguments import (
@@ -236,7 +236,7 @@ def _write_precision(builder: SettingsBuilder) -> None:
     """Autocast by the Trainer's flags under DDP; by DeepSpeed's configuration under DeepSpeed."""
     precision = builder.candidate.precision
     short = SHORT.get(precision.dtype)
-    is_autocast = precision.level == "O1" and builder.current(CONFIGURATION) is not None
+    is_autocast = precision.base == "O1" and builder.current(CONFIGURATION) is not None
     for name in ("bf16", "fp16"):
         is_on = name == short and not is_autocast
         if truth(builder.current(name)) is not is_on:
@@ -249,13 +249,14 @@ def _write_precision(builder: SettingsBuilder) -> None:
 def write_precision_of_engine(builder: SettingsBuilder) -> None:
     """Number formats in DeepSpeed's configuration, and limits of the other engines."""
     precision, kind, config = builder.candidate.precision, builder.current(ENGINE), builder.current(CONFIGURATION)
-    if kind == "ddp" and precision.level == "O2":
+    refuse_fp8(builder)
+    if kind == "ddp" and precision.base == "O2":
         builder.refuse("precision.level", "DDP supports autocast (O1), but not 16-bit weights with fp32 master weights")
-    elif kind == "fsdp" and precision.level == "O1":
+    elif kind == "fsdp" and precision.base == "O1":
         builder.refuse("precision.level", "FSDP computes in 16 bits (O2), without autocast")
-    elif kind == "deepspeed" and precision.level == "O1" and config is None:
+    elif kind == "deepspeed" and precision.base == "O1" and config is None:
         builder.refuse("precision.level", "autocast requires a DeepSpeed configuration file")
-    if precision.loss_scale is not None and not (kind == "deepspeed" and precision.level == "O2"):
+    if precision.loss_scale is not None and not (kind == "deepspeed" and precision.base == "O2"):
         builder.warn(_SCALE, "torch's GradScaler is used with its defaults")
     if config is not None:
         changes = _precision_in_deepspeed(config, precision)
@@ -270,12 +271,12 @@ APPROXIMATED = frozenset({_SCALE})
 def _precision_in_deepspeed(config: FileSection, precision: Precision) -> dict[str, Any]:
     """The changes to DeepSpeed's configuration for a number format; settings left to the arguments stay so."""
     changes: dict[str, Any] = {}
-    short = SHORT.get(precision.dtype) if precision.level == "O2" else None
+    short = SHORT.get(precision.dtype) if precision.base == "O2" else None
     for name in ("bf16", "fp16"):
         configured = config.get(f"{name}.enabled")
         if configured not in (None, "auto", name == short) or (configured is None and name == short):
             changes[f"{name}.enabled"] = name == short
-    if precision.level == "O1":
+    if precision.base == "O1":
         changes |= {"torch_autocast.enabled": True, "torch_autocast.dtype": precision.dtype}
         changes["torch_autocast.lower_precision_safe_modules"] = []
     elif config.get("torch_autocast.enabled"):

@@ -81,6 +81,7 @@ ERRORS: dict[str, Limits] = {
     "bfloat16 O1": _limits(4e-4, 1e-4, 4e-3, 5e-4),
     "bfloat16 O1-fp8": _limits(8e-3, 2e-4, 5e-2, 5e-3),
     "bfloat16 O2": _limits(6e-4, 3e-4, 6e-3, 1e-3),
+    "bfloat16 O2-fp8": _limits(8e-3, 2e-4, 5e-2, 5e-3),
     "float16 O1": _limits(5e-5, 3e-5, 1e-3, 2e-4),
     "float16 O2": _limits(1e-4, 5e-5, 2e-3, 4e-4),
 }
@@ -92,6 +93,7 @@ ROUNDING: dict[str, float] = {
     "bfloat16 O1": 2.0**-7,
     "bfloat16 O1-fp8": 2.0**-3,
     "bfloat16 O2": 2.0**-7,
+    "bfloat16 O2-fp8": 2.0**-3,
     "float16 O1": 2.0**-10,
     "float16 O2": 2.0**-10,
 }

@@ -480,9 +480,9 @@ class LossScaleSection(Section):
 class PrecisionSection(Section):
     """Mixed precision, long form."""
 
-    level: Literal["O0", "O1", "O1-fp8", "O2"] = Field(
-        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights. O1-fp8: autocast, with "
-        "the layers' matmuls in 8-bit floats."
+    level: Literal["O0", "O1", "O1-fp8", "O2", "O2-fp8"] = Field(
+        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights. O1-fp8 and O2-fp8: O1 and "
+        "O2 with the layers' matmuls in 8-bit floats."
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="16-bit type of O1 and O2. Default: bfloat16."
@@ -503,8 +503,9 @@ class PrecisionSection(Section):
             raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or remove dtype.")
         if self.level != "O0" and self.dtype == "float32":
             raise fault("dtype", f"{self.level} requires a 16-bit type", "Use bfloat16 or float16, or level O0.")
-        if self.level == "O1-fp8" and self.dtype == "float16":
-            raise fault("dtype", "O1-fp8 requires bfloat16", "Remove dtype, or use level O1.")
+        if self.level.endswith("-fp8") and self.dtype == "float16":
+            base = self.level.removesuffix("-fp8")
+            raise fault("dtype", f"{self.level} requires bfloat16", f"Remove dtype, or use level {base}.")
         if self.loss_scale is not None and self.dtype != "float16":
             raise fault("loss_scale", "loss scaling requires float16", "Remove it, or set dtype: float16.")
         if (self.white or self.black) and self.level != "O1":
@@ -589,7 +590,7 @@ def off_is_false(value: Any) -> Any:
     return "off" if value is False else value
 
 
-LEVELS = ("O0", "O1", "O1-fp8", "O2")
+LEVELS = ("O0", "O1", "O1-fp8", "O2", "O2-fp8")
 CUDNN_ON = (1, 10)
 """Steps in which cuDNN measures with a plain ``on``."""
 PrecisionValue = Annotated[
@@ -657,7 +658,7 @@ def precision_text(precision: Precision) -> str:
     loss scale other than the default adds a tag derived from its numbers; so do long lists."""
     if precision.level == "O0":
         return "O0"
-    level = precision.level if precision.level == "O1-fp8" else f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
+    level = precision.level if precision.is_fp8 else f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
     return f"{level}{lists_text(precision)}{loss_scale_text(precision)}"
 
 

@@ -131,7 +131,7 @@ def layout_of(row):
 
 
 def workload_of(precision):
-    return WIDE if precision.level == "O1-fp8" else WORKLOAD
+    return WIDE if precision.is_fp8 else WORKLOAD
 
 
 def spec_of(row):

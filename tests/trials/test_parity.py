@@ -31,7 +31,7 @@ from tests.trials.parity_knobs import (
     spec_of,
 )
 from tests.trials.tiny import tiny_spec
-from trials.spec import Kernels, Layout, Loader
+from trials.spec import Kernels, Layout, Loader, Precision
 
 ROWS = read_rows()
 
@@ -54,6 +54,14 @@ MORE_LAYOUTS = {
     "zbv-no-layer": Layout(pp=4, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 0, 1, 0), (0, 0, 0, 1))),
 }
 """Layouts that are like others of the families; tried once each."""
+SHORT_FP8 = {
+    "zero3": Layout(dp_shard=2, zero_stage=3),
+    "zero1": Layout(dp_shard=2, zero_stage=1),
+    "tp-sp": Layout(tp=2, sequence_parallel=True),
+    "local-sp": Layout(tp=2, sequence_parallel=True, tp_engine="local"),
+    "1f1b": Layout(pp=2, stage_layers=((2, 1),)),
+}
+"""Layouts of O2-fp8, whose number formats are those of O2 and whose matmuls are those of O1-fp8."""
 
 NEUTRAL = {
     "pp": "flat", "dp": "one", "tp": "whole", "cp": "sequence", "embedding": "embedding", "batches": "m1",
@@ -82,6 +90,11 @@ def matrix():
     for layout_name in ("ddp", "zero3"):
         spec = spec_of({**NEUTRAL, "dp": layout_name, "batches": "m2"})
         specs[f"{layout_name}/m2/O0/model-aot"] = changed(spec, kernels=Kernels(compile="model", backend="aot_eager"))
+    for name, layout in SHORT_FP8.items():
+        spec = tiny_spec(
+            layout, workload=WIDE, num_microbatches=2, precision=Precision(level="O2-fp8", dtype="bfloat16")
+        )
+        specs[f"{name}/O2-fp8"] = dataclasses.replace(spec, protocol=THREE_STEPS)
     for name, layout in MORE_LAYOUTS.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=max(2, layout.pp))
         specs[name] = dataclasses.replace(spec, protocol=THREE_STEPS)
@@ -112,7 +125,7 @@ def representatives():
         # The root lets many values count more than little work.
         chosen.append(max(rows, key=lambda row: len(missing & row.items()) / cost(row) ** 0.25))
         missing -= chosen[-1].items()
-    return frozenset(map(name_of, chosen))
+    return frozenset({*map(name_of, chosen), "zero3/O2-fp8"})
 
 
 Part = tuple[int, bool, int]
@@ -159,7 +172,7 @@ def baselines():
 
 def tolerances(precision):
     """Absolute tolerance of the loss, and relative one of the gradient norm."""
-    if precision.level == "O1-fp8":
+    if precision.is_fp8:
         return 5e-3, 5e-2
     return (1e-5, 1e-5) if precision.level == "O0" else (2e-3, 2e-2)
 

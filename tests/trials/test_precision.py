@@ -372,6 +372,7 @@ def test_gangs(layout, tmp_path):
 
 
 FLOAT8 = Precision(level="O1-fp8", dtype="bfloat16")
+SHORT_FLOAT8 = Precision(level="O2-fp8", dtype="bfloat16")
 WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, hidden_size=64, ffn_hidden_size=96))
 KEEP, FLAT = Recompute(), Layout()
 
@@ -387,16 +388,18 @@ def trained(precision, recompute=KEEP):
     return part, loss.detach()
 
 
-def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does():
-    part, loss = trained(FLOAT8)
+@pytest.mark.parametrize(("precision", "stored"), [(FLOAT8, torch.float32), (SHORT_FLOAT8, torch.bfloat16)])
+def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does(precision, stored):
+    part, loss = trained(precision)
     converted = {name for name, module in part.model.named_modules() if type(module).__name__ == "Float8Linear"}
     per_layer = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
     assert converted == {f"layers.{i}.{name}" for i in range(2) for name in per_layer}
-    same, exact = trained(Precision(level="O1", dtype="bfloat16"))
+    same, exact = trained(Precision(level=precision.base, dtype="bfloat16"))
+    assert {parameter.dtype for parameter in part.parameters()} == {stored}
     assert 0 < abs(loss - exact) < 2e-3 * exact
     name = "layers.0.feed_forward.w13.weight"
     gradient, expected = (one.model.get_parameter(name).grad for one in (part, same))
-    assert gradient is not None and expected is not None and gradient.dtype == torch.float32
+    assert gradient is not None and expected is not None and gradient.dtype == stored
     # e5m2 rounds a gradient by up to an eighth; products average that out.
     assert 0.005 < (gradient - expected).norm() / expected.norm() < 0.2
 
@@ -424,6 +427,7 @@ RESNET = dataclasses.replace(WIDE, model=ResNetModel(), data=ImageFolderData(), 
     ("spec", "words"),
     [
         (spec_of(ffn_hidden_size=72), "ffn_hidden_size 72 is not divisible by 16; use O1"),
+        (spec_of(precision=SHORT_FLOAT8, ffn_hidden_size=72), "O2-fp8: ffn_hidden_size 72 is not .* by 16; use O2"),
         (spec_of(Layout(tp=2), ffn_hidden_size=48), "ffn_hidden_size 48 is not divisible by 16 on each of 2"),
         (spec_of(Layout(tp=2), num_heads=16, num_kv_heads=2), "queries, keys and values 80 is not divisible by 16"),
         (spec_of(precision=Precision(level="O1-fp8", dtype="float16")), "in bfloat16, not in float16"),
@@ -451,16 +455,16 @@ def test_devices_without_8_bit_matmuls_are_refused(capability, hip, architecture
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: properties.name)
     monkeypatch.setattr(torch.version, "hip", hip)
     if words is None:
-        check_float8(torch.device("cuda", 0))
+        check_float8(FLOAT8, torch.device("cuda", 0))
         return
     with pytest.raises(InfeasibleSpec, match=words):
-        check_float8(torch.device("cuda", 0))
+        check_float8(FLOAT8, torch.device("cuda", 0))
 
 
 def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InfeasibleSpec, match=r"requires the package torchao: pip install 'tune-cluster\[fp8\]'"):
-        check_float8(CPU)
+        check_float8(FLOAT8, CPU)
 
 
 @pytest.mark.exhaustive

@@ -226,7 +226,7 @@ def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
 def _boundary_dtype(spec: TrialSpec) -> torch.dtype:
     """Return the type: residual streams stay fp32 under autocast; O2 computes in 16 bits."""
     precision = spec.candidate.precision
-    if precision.level in ("O1", "O1-fp8") and isinstance(spec.workload.model, LinearModel):
+    if precision.base == "O1" and isinstance(spec.workload.model, LinearModel):
         return getattr(torch, precision.dtype)  # type: ignore[no-any-return]
     return parameter_dtype(precision, sharded=False)
 

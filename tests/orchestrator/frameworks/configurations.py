@@ -108,7 +108,7 @@ def _layout(rng):
 def _precision(rng):
     scale = rng.choice([LossScale(), LossScale(initial=2.0**12, growth_interval=500), LossScale(dynamic=False)])
     lists = {"white": ("softmax",)} if rng.random() < 0.1 else {}
-    level = rng.choice(["O0", "O1", "O2"] * 5 + ["O1-fp8"])
+    level = rng.choice(["O0", "O1", "O2"] * 4 + ["O0", "O1", "O2-fp8", "O1-fp8"])
     return Precision(
         level=level,
         dtype=rng.choice(["bfloat16", "bfloat16", "float16"]),

@@ -97,7 +97,7 @@ def random_recompute(rng, layout):
 
 def random_precision(rng):
     names = ["linear", "softmax", "rms_norm", "no name"]
-    level = rng.choice([*["O0", "O1", "O2"] * 4, "O1-fp8"])
+    level = rng.choice([*["O0", "O1", "O2"] * 3, "O0", "O1", "O2-fp8", "O1-fp8"])
     return Precision(
         level=level,
         dtype=rng.choice(["bfloat16", "float16"]),

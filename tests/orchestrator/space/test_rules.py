@@ -30,6 +30,7 @@ from trials.spec import (
     Workload,
 )
 
+FP8 = ("O1-fp8", "O2-fp8")
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 WORKLOAD = Workload(
     model=LlamaModel(
@@ -111,7 +112,7 @@ BROKEN_WHEN = {
         c.layout.num_copies == 2
         and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
     ),
-    "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level == "O1-fp8"),
+    "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level in FP8),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
         c.layout.cp > 1
@@ -164,9 +165,9 @@ BROKEN_WHEN = {
         c.kernels.loss_chunks > 1 and c.kernels.loss_chunks > c.micro_batch_size * w.seq_length // max(1, c.layout.cp)
     ),
     "loss-chunks-with-lists": lambda c, w: c.kernels.loss_chunks > 1 and c.precision.white + c.precision.black != (),
-    "fp8-dtype": lambda c, w: c.precision.level == "O1-fp8" and c.precision.dtype != "bfloat16",
+    "fp8-dtype": lambda c, w: c.precision.level in FP8 and c.precision.dtype != "bfloat16",
     "fp8-sizes": lambda c, w: (
-        c.precision.level == "O1-fp8"
+        c.precision.level in FP8
         and any(
             size % (16 * c.layout.tp)
             for size in (
@@ -226,7 +227,7 @@ def test_model_kind(candidate, workload):
     layout = candidate.layout
     found = broken(candidate, workload)
     assert ("model-kind" in found) == (layout.pp * layout.cp * layout.tp > 1)
-    is_fp8 = candidate.precision.level == "O1-fp8"
+    is_fp8 = candidate.precision.level in FP8
     assert ("fp8-model" in found) == (is_fp8 and isinstance(workload.model, ResNetModel))
     assert ("shard-embedding" in found) == layout.shard_embedding
 
