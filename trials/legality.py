@@ -552,6 +552,20 @@ def _amp_lists(_workload: Workload, candidate: Candidate) -> str | None:
     return f"{min(twice)} is on both the white and the black list" if twice else None
 
 
+def _keep_fp32(_workload: Workload, candidate: Candidate) -> str | None:
+    """Modules in fp32 cast between number formats when they are called, outside of sharded matmuls and of graphs."""
+    precision, layout, kernels = candidate.precision, candidate.layout, candidate.kernels
+    if not precision.keep_fp32:
+        return None
+    if precision.base != "O2":
+        return f"keep_fp32 requires AMP level O2, not {precision.level}"
+    if layout.tp > 1 or layout.cp > 1:
+        return "keep_fp32 requires tp 1 and cp 1"
+    if kernels.compile != "off" or kernels.loss_chunks > 1:
+        return "keep_fp32 requires compile off and loss_chunks 1"
+    return next((problem for problem in map(pattern_problem, precision.keep_fp32) if problem), None)
+
+
 def _loader(_workload: Workload, candidate: Candidate) -> str | None:
     loader = candidate.loader
     if min(loader.num_workers, loader.prefetch_factor) < 0:
@@ -596,6 +610,7 @@ CANDIDATE_RULES = make_rules(
     ("amp-level", "precision", _amp_level),
     ("loss-scale", "precision", _loss_scale),
     ("amp-lists", "precision", _amp_lists),
+    ("keep-fp32", "layout.tp layout.cp precision kernels.compile kernels.loss_chunks", _keep_fp32),
     ("loader", "loader", _loader),
 )
 

@@ -7,9 +7,10 @@ import functools
 import importlib
 import importlib.util
 import logging
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -283,6 +284,74 @@ def _by_name(precision: Precision) -> dict[str, str]:
     return dict.fromkeys(precision.white, "white") | dict.fromkeys(precision.black, "black")
 
 
+# Level O2: modules in fp32.
+
+
+HEADS = ("output", "fc")
+"""Names of the modules whose outputs become the loss."""
+
+
+def wide_modules(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """Return the outermost modules whose full path a pattern of ``precision.keep_fp32`` matches. Containers are not
+    called, so they do not count."""
+    patterns = [re.compile(pattern) for pattern in precision.keep_fp32]
+    return list(_outermost(model, "", patterns)) if patterns else []
+
+
+def _outermost(module: nn.Module, prefix: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[nn.Module]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_called = not isinstance(child, nn.ModuleDict | nn.ModuleList)
+        if is_called and any(pattern.fullmatch(path) for pattern in patterns):
+            yield child
+        else:
+            yield from _outermost(child, f"{path}.", patterns)
+
+
+def store(model: TrainModel, precision: Precision, *, sharded: bool, is_whole: bool) -> None:
+    """Convert parameters to the type they are stored in, except those of modules that stay in fp32.
+
+    Raises:
+        InfeasibleSpec: no module of the whole model matches the patterns, or modules of both types share a weight.
+    """
+    wide = wide_modules(model, precision)
+    if precision.keep_fp32 and not wide:
+        message = f"keep_fp32: no module of the model matches {' or '.join(map(repr, precision.keep_fp32))}"
+        if is_whole:
+            raise InfeasibleSpec(message)
+        logger.warning("%s on this stage", message)
+    inside = {one for module in wide for one in module.modules()}
+    outside = [p for one in model.modules() if one not in inside for p in one.parameters(recurse=False)]
+    kept = {parameter: parameter.data for one in inside for parameter in one.parameters(recurse=False)}
+    if any(parameter in kept for parameter in outside):
+        raise InfeasibleSpec("keep_fp32: a module in fp32 shares a weight with one in 16 bits; name both or neither")
+    model.store_as(parameter_dtype(precision, sharded=sharded))
+    for parameter, values in kept.items():
+        parameter.data = values
+    for module in wide:
+        module.float()
+
+
+def compute_wide(model: TrainModel, precision: Precision) -> None:
+    """Let the modules that stay in fp32 cast their inputs to it and their outputs back to 16 bits, in place. The head's
+    outputs stay in fp32 for the loss."""
+    heads = [getattr(model, name, None) for name in HEADS]
+    for module in wide_modules(model, precision):
+        back = torch.float32 if module in heads else compute_dtype(precision)
+        module.forward = _widened(module.forward, back)
+
+
+def _widened(forward: Callable[..., Any], back: torch.dtype) -> Callable[..., Any]:
+    widen, narrow = functools.partial(_cast, dtype=torch.float32), functools.partial(_cast, dtype=back)
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*map_leaves(widen, args, Tensor), **map_leaves(widen, kwargs, Tensor))
+        return map_leaves(narrow, (outputs,), Tensor)[0]
+
+    return wrapped
+
+
 # Levels O1-fp8 and O2-fp8: matmuls of the layers' linear modules in 8-bit floats, by torchao.
 #
 # Inputs, weights and gradients are scaled dynamically by their largest element (Micikevicius et al., arXiv 2209.05433):
@@ -335,6 +404,8 @@ def apply_float8(model: TrainModel, precision: Precision, device: torch.device, 
     if not precision.is_fp8:
         return
     linears = [module for layer in model.layers.values() for module in layer.modules() if isinstance(module, nn.Linear)]
+    wide = {one for module in wide_modules(model, precision) for one in module.modules()}
+    linears = [linear for linear in linears if linear not in wide]
     chosen = [linear for linear in linears if _fits(linear, tp)]
     if linears and not chosen:
         raise InfeasibleSpec(

@@ -53,6 +53,9 @@ FAMILIES: dict[str, TrialSpec] = {
     "single, O1 bf16, full recompute": _small(precision=O1, recompute=_FULL),
     "single, O1 fp8": _small(precision=Precision(level="O1-fp8", dtype="bfloat16")),
     "single, O2 bf16": _small(precision=O2),
+    "ZeRO-3 x2, O2, norms and head in fp32": _small(
+        **_ZERO3, precision=Precision(level="O2", dtype="bfloat16", keep_fp32=(".*norm", "output"))
+    ),
     "ZeRO-3 x2, O2 fp8": _small(**_ZERO3, precision=Precision(level="O2-fp8", dtype="bfloat16")),
     "DDP x2": _small(dp_replicate=2),
     "ZeRO-1 x2": _small(dp_shard=2, zero_stage=1),

@@ -24,6 +24,7 @@ from orchestrator.frameworks.decoder_config import LAYER_CLASS, MODEL_SETTINGS, 
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
+    NO_FP32_MODULES,
     TORCH_SCALER,
     WHOLE_BETWEEN,
     left_to_script,
@@ -371,6 +372,7 @@ _RUN: tuple[Setting, ...] = (
         _read_precision,
     ),
     unable("precision.white", "precision.black", message="autocast's lists of operators cannot be changed"),
+    NO_FP32_MODULES,
     option("loader.num_workers", f"{ARGUMENTS}:dataloader_num_workers"),
     option(
         "loader.prefetch_factor",

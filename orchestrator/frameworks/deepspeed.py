@@ -28,6 +28,7 @@ from orchestrator.frameworks.edit import (
 )
 from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
+    NO_FP32_MODULES,
     REDUCES_EACH,
     TORCH_SCALER,
     WHOLE_BETWEEN,
@@ -351,6 +352,7 @@ ROWS: tuple[Setting, ...] = (
         _read_precision,
     ),
     unable("precision.white", "precision.black", message="autocast's lists of operators cannot be changed"),
+    NO_FP32_MODULES,
     left_to_script("loader", "the DataLoader is created by your script"),
     left_to_script("kernels.compile", "your script must compile each block or the full model: engine.compile(...)"),
     left_to_script("kernels.backend", "your script must set it: engine.compile(backend=...)"),

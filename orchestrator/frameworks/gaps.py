@@ -154,6 +154,9 @@ def unable(*paths: str, message: str) -> Setting:
     return custom(paths, (), write, lambda _: {path: defaults()[path] for path in paths})
 
 
+NO_FP32_MODULES = unable("precision.keep_fp32", message="no setting keeps single modules in fp32")
+
+
 def no_pipeline(message: str) -> Setting:
     """Errors for all pipeline settings."""
     names = ("pp", "schedule", "num_virtual_stages", "stage_layers")

@@ -18,6 +18,7 @@ from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    NO_FP32_MODULES,
     REDUCES_EACH,
     all_of,
     first_layers,
@@ -624,6 +625,7 @@ ROWS: tuple[Setting, ...] = (
     ),
     lacking("precision.white", _NO_LISTS, severity="error", in_overlays=True),
     lacking("precision.black", _NO_LISTS, severity="error", in_overlays=True),
+    NO_FP32_MODULES,
     row("loader.num_workers", WORKERS, _write_workers, _read_workers),
     two_batches_ahead(lambda found: found.fields.get("loader.num_workers"), in_overlays=True),
     custom(("loader.persistent_workers",), (), _note_persistent, _read_persistent, overlay="read"),

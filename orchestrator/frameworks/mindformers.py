@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Argument, Words, either_dash, read
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    NO_FP32_MODULES,
     all_of,
     betas,
     memory_savers,
@@ -595,6 +596,7 @@ ROWS: tuple[Setting, ...] = (
     ),
     lacking("precision.white", _BY_MODULE, severity="error", in_overlays=True),
     lacking("precision.black", _BY_MODULE, severity="error", in_overlays=True),
+    NO_FP32_MODULES,
     row(("loader.num_workers", "loader.prefetch_factor"), (WORKERS, PREFETCH), _write_loader, _read_loader),
     lacking("loader.persistent_workers", "the data pipeline is kept between epochs", means=True),
     lacking(

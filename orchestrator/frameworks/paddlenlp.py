@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Words, either_dash
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    NO_FP32_MODULES,
     all_of,
     is_uniform,
     layer_ids,
@@ -459,6 +460,7 @@ ROWS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
+    NO_FP32_MODULES,
     row(
         "loader.num_workers",
         WORKERS,

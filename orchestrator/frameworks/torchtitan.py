@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, ei
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    NO_FP32_MODULES,
     all_of,
     betas,
     in_rows,
@@ -463,6 +464,7 @@ ROWS: tuple[Setting, ...] = (
         _read_precision,
     ),
     unable("precision.white", "precision.black", message="no autocast, so no operator lists"),
+    NO_FP32_MODULES,
     option(f"{OPTIMIZER}.clip_norm", "training.max_norm", to=lambda norm: norm or _NO_CLIPPING, of=_read_clip_norm),
     fixed("training.disable_cuda_graphs", True),
     row(("kernels.compile", "kernels.backend"), (COMPILE, COMPONENTS, COMPILER), _write_compile, _read_compile),

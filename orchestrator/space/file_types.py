@@ -442,6 +442,22 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(value)))
 
 
+def _module_patterns(value: Any) -> tuple[str, ...]:
+    remedy = r"List regular expressions for paths of modules, like ['layers\.0', '.*norm', output]."
+    if not isinstance(value, list | tuple):
+        raise fault(None, f"expected a list of patterns, got {show(value)}", remedy)
+    for i, pattern in enumerate(value):
+        problem = pattern_problem(pattern) if isinstance(pattern, str) else f"{show(pattern)} is not a pattern"
+        if problem is not None:
+            raise fault(str(i), problem, remedy)
+    return tuple(sorted(set(value)))
+
+
+ModulePatterns = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_module_patterns),
+    WithJsonSchema({"type": "array", "items": {"type": "string", "minLength": 1}}),
+]
 OperatorNames = Annotated[
     tuple[str, ...],
     BeforeValidator(_names),
@@ -496,6 +512,10 @@ class PrecisionSection(Section):
     black: OperatorNames = Field(
         default=(), description="Operators that O1 always runs in fp32, regardless of autocast."
     )
+    keep_fp32: ModulePatterns = Field(
+        default=(),
+        description="Patterns of the paths of modules that O2 keeps in fp32, weights and computation, like `.*norm`.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> PrecisionSection:
@@ -514,6 +534,8 @@ class PrecisionSection(Section):
                 f"{self.level} does not support white and black lists",
                 "Use O1, or remove them.",
             )
+        if self.keep_fp32 and not self.level.startswith("O2"):
+            raise fault("keep_fp32", f"{self.level} keeps no 16-bit weights", "Use O2, or remove it.")
         if twice := set(self.white) & set(self.black):
             raise fault(
                 "black", f"{min(twice)!r} is on both the white and the black list", "Remove it from one of them."
@@ -524,7 +546,14 @@ class PrecisionSection(Section):
         dtype = self.dtype or ("float32" if self.level == "O0" else "bfloat16")
         scale = self.loss_scale or LossScaleSection()
         loss_scale = scale.to(LossScale) if dtype == "float16" else None
-        return Precision(level=self.level, dtype=dtype, loss_scale=loss_scale, white=self.white, black=self.black)
+        return Precision(
+            level=self.level,
+            dtype=dtype,
+            loss_scale=loss_scale,
+            white=self.white,
+            black=self.black,
+            keep_fp32=self.keep_fp32,
+        )
 
 
 class DataloaderSection(Section):
@@ -570,7 +599,7 @@ def _write_precision(value: Precision) -> Any:
     if value.dtype == "float16":
         scale = value.loss_scale or LossScale()
         written["loss_scale"] = {name: getattr(scale, name) for name in LossScaleSection.model_fields}
-    lists = {"white": list(value.white), "black": list(value.black)}
+    lists = {"white": list(value.white), "black": list(value.black), "keep_fp32": list(value.keep_fp32)}
     return written | {name: names for name, names in lists.items() if names}
 
 
@@ -663,9 +692,10 @@ def precision_text(precision: Precision) -> str:
 
 
 def lists_text(precision: Precision) -> str:
-    """Format operators forced to 16 bits and to fp32: ``+softmax-linear``; long lists as a tag."""
-    lists = "".join(f"+{name}" for name in precision.white) + "".join(f"-{name}" for name in precision.black)
-    return f"+lists~{digest([precision.white, precision.black])[:6]}" if len(lists) > _MAX_LIST_CHARS else lists
+    """Format operators forced to 16 bits, and operators or modules in fp32: ``+softmax-linear``; long lists as tag."""
+    wide = (*precision.black, *precision.keep_fp32)
+    lists = "".join(f"+{name}" for name in precision.white) + "".join(f"-{name}" for name in wide)
+    return f"+lists~{digest([precision.white, wide])[:6]}" if len(lists) > _MAX_LIST_CHARS else lists
 
 
 def loss_scale_text(precision: Precision) -> str:

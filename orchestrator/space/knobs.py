@@ -673,13 +673,18 @@ KNOBS: tuple[Knob, ...] = (
         "precision",
         PrecisionValue,
         "O0 (fp32), O1 (autocast), O2 (16-bit parameters, fp32 masters), both with bfloat16, O1-fp8 or O2-fp8 "
-        "(with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black.",
+        "(with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black, "
+        "keep_fp32.",
         _precision("O0", "fp32", "O0"),
         _precision("O1-{TYPE}", "autocast to {TYPE}", "O1"),
         _precision("O1-fp8", "autocast to bf16, with 8-bit float matmuls in the layers", "O1-fp8"),
         _precision("O2-{TYPE}", "parameters in {TYPE}, fp32 masters", "O2"),
         _precision("O2-fp8", "parameters in bf16, fp32 masters, with 8-bit float matmuls in the layers", "O2-fp8"),
-        _suffix("{+A-B}", "operators forced to 16 bits (+) or to fp32 (-): {+A-B}", _of_precision(lists_text)),
+        _suffix(
+            "{+A-B}",
+            "operators forced to 16 bits (+), operators or modules in fp32 (-): {+A-B}",
+            _of_precision(lists_text),
+        ),
         _suffix("~{ID}", "custom loss scale with the id {ID}", _of_precision(loss_scale_text)),
         default="O0",
     ),

@@ -164,7 +164,8 @@ def canonical_precision(precision: Precision) -> Precision:
         return Precision()
     scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
     white, black = tuple(sorted(set(precision.white))), tuple(sorted(set(precision.black)))
-    return dataclasses.replace(precision, loss_scale=scale, white=white, black=black)
+    wide = tuple(sorted(set(precision.keep_fp32)))
+    return dataclasses.replace(precision, loss_scale=scale, white=white, black=black, keep_fp32=wide)
 
 
 # The search space: every candidate the knobs of a sweep span, once each, in a fixed order

@@ -60,7 +60,10 @@ def _layer_size(model):
 @pytest.mark.representative("ZeRO-3 x2")
 @pytest.mark.parametrize(
     "name",
-    ["single, O1 bf16, full recompute", "single, O1 fp8", "ZeRO-1 x2", "ZeRO-3 x2", "ZeRO-3 x2, O2 fp8", "PP2 1F1B"],
+    [
+        *("single, O1 bf16, full recompute", "single, O1 fp8", "ZeRO-1 x2", "ZeRO-3 x2", "ZeRO-3 x2, O2 fp8"),
+        *("ZeRO-3 x2, O2, norms and head in fp32", "PP2 1F1B"),
+    ],
 )
 def test_peak_is_that_of_a_real_run(name):
     spec = FAMILIES[name]

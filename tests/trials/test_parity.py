@@ -62,6 +62,14 @@ SHORT_FP8 = {
     "1f1b": Layout(pp=2, stage_layers=((2, 1),)),
 }
 """Layouts of O2-fp8, whose number formats are those of O2 and whose matmuls are those of O1-fp8."""
+KEPT = {
+    "ddp": Layout(dp_replicate=2),
+    "zero1": Layout(dp_shard=2, zero_stage=1),
+    "zero2-embedding": Layout(dp_shard=2, zero_stage=2, shard_embedding=True),
+    "zero3": Layout(dp_shard=2, zero_stage=3),
+    "1f1b": Layout(pp=2, stage_layers=((2, 1),)),
+}
+"""Layouts of O2 with the first layer, all norms and the head in fp32."""
 
 NEUTRAL = {
     "pp": "flat", "dp": "one", "tp": "whole", "cp": "sequence", "embedding": "embedding", "batches": "m1",
@@ -95,6 +103,10 @@ def matrix():
             layout, workload=WIDE, num_microbatches=2, precision=Precision(level="O2-fp8", dtype="bfloat16")
         )
         specs[f"{name}/O2-fp8"] = dataclasses.replace(spec, protocol=THREE_STEPS)
+    wide = Precision(level="O2", dtype="bfloat16", keep_fp32=(r"layers\.0", ".*norm", "output"))
+    for name, layout in KEPT.items():
+        spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=2, precision=wide)
+        specs[f"{name}/keep-fp32"] = dataclasses.replace(spec, protocol=THREE_STEPS)
     for name, layout in MORE_LAYOUTS.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=max(2, layout.pp))
         specs[name] = dataclasses.replace(spec, protocol=THREE_STEPS)
@@ -125,7 +137,7 @@ def representatives():
         # The root lets many values count more than little work.
         chosen.append(max(rows, key=lambda row: len(missing & row.items()) / cost(row) ** 0.25))
         missing -= chosen[-1].items()
-    return frozenset({*map(name_of, chosen), "zero3/O2-fp8"})
+    return frozenset({*map(name_of, chosen), "zero3/O2-fp8", "zero3/keep-fp32"})
 
 
 Part = tuple[int, bool, int]

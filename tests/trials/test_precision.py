@@ -395,13 +395,51 @@ def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does(preci
     per_layer = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
     assert converted == {f"layers.{i}.{name}" for i in range(2) for name in per_layer}
     same, exact = trained(Precision(level=precision.base, dtype="bfloat16"))
-    assert {parameter.dtype for parameter in part.parameters()} == {stored}
+    assert {parameter.dtype for parameter in part.model.parameters()} == {stored}
     assert 0 < abs(loss - exact) < 2e-3 * exact
     name = "layers.0.feed_forward.w13.weight"
     gradient, expected = (one.model.get_parameter(name).grad for one in (part, same))
     assert gradient is not None and expected is not None and gradient.dtype == stored
     # e5m2 rounds a gradient by up to an eighth; products average that out.
     assert 0.005 < (gradient - expected).norm() / expected.norm() < 0.2
+
+
+def matmuls(precision):
+    """Number formats of input, weight and result of linear modules, by path, and of gradients, by parameter."""
+    spec = tiny_spec(workload=WIDE, precision=precision)
+    (part,) = parallelize(spec, None, CPU, stage=0)
+    paths = {parameter: name.removesuffix(".weight") for name, parameter in part.model.named_parameters()}
+    seen = {}
+
+    class Formats(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if operator_name(func) == "linear" and len(args) > 1:
+                seen[paths[args[1]]] = (args[0].dtype, args[1].dtype, result.dtype)
+            return result
+
+    tokens = torch.arange(64).view(4, 16)
+    with Formats():
+        loss = next_token_loss(part.module(tokens), tokens)
+    loss.backward()
+    return seen, {name: parameter.grad.dtype for name, parameter in part.model.named_parameters()}
+
+
+@pytest.mark.parametrize("level", ["O2", "O2-fp8"])
+def test_modules_kept_in_fp32_store_and_compute_in_it_and_others_do_not(level):
+    patterns = (r"layers\.0", ".*norm", "output")
+    seen, gradients = matmuls(Precision(level=level, dtype="bfloat16", keep_fp32=patterns))
+    in_first = {path for path in seen if path.startswith("layers.0.")}
+    assert len(in_first) == 4 and "output" in seen
+    assert {seen.pop(path) for path in {*in_first, "output"}} == {(torch.float32,) * 3}
+    assert set(seen.values()) == ({(torch.bfloat16,) * 3} if level == "O2" else set())
+    in_fp32 = {name for name, dtype in gradients.items() if dtype == torch.float32}
+    assert in_fp32 == {name for name in gradients if "norm" in name or name.startswith(("layers.0.", "output."))}
+
+
+def test_a_pattern_that_matches_no_module_is_refused():
+    with pytest.raises(InfeasibleSpec, match=r"keep_fp32: no module of the model matches 'heads'"):
+        trained(Precision(level="O2", dtype="bfloat16", keep_fp32=("heads",)))
 
 
 def test_patterns_of_recompute_see_linear():

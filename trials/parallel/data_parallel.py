@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
 from trials.legality import holds_plain
 from trials.models.model import TrainModel
 from trials.parallel.mesh import DATA_AXES, SHARD_AXES, HeldTensor, ShardMap, flat_mesh, held_parameters, shard_mesh
-from trials.precision import mixed_precision_policy
+from trials.precision import mixed_precision_policy, wide_modules
 from trials.spec import Layout, Precision
 from trials.torch_support import parameter_groups, replicas_keep_buffers
 
@@ -367,20 +367,26 @@ def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: P
     separate units, the head's gather overlaps the layers, and its reduction their backward pass.
 
     ZeRO stage 3 frees a layer's gathered weights after its forward pass; weights outside of layers stay gathered.
+    Modules that stay in fp32 are units of their own, because a unit has one number format.
     """
-    policy = mixed_precision_policy(precision)
+    wide = wide_modules(model, precision)
+    policies = dict.fromkeys(wide, MixedPrecisionPolicy())
+    usual = mixed_precision_policy(precision)
     tables = _tables(model)
     if layout.shard_embedding:
         for table in tables:
+            policy = policies.get(table, usual)
             fully_shard(table, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy, reshard_after_forward=True)
     parts = _parts(model, [] if layout.shard_embedding else tables)
+    parts = [*(module for module in wide if module not in {*parts, *tables}), *parts]
     if layout.zero_stage == 0:
         for part in parts:
-            replicate(part, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy)
+            replicate(part, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policies.get(part, usual))
         return
-    layers = {*model.layers.values()}
+    in_layers = {one for layer in model.layers.values() for one in layer.modules()}
     for part in parts:
-        reshard = layout.zero_stage == 3 and part in layers
+        reshard = layout.zero_stage == 3 and part in in_layers
+        policy = policies.get(part, usual)
         fully_shard(part, mesh=shard_mesh(mesh), mp_policy=policy, reshard_after_forward=reshard)
 
 

@@ -60,7 +60,15 @@ from trials.parallel.mesh import (
     perturb_parameters,
 )
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
-from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
+from trials.precision import (
+    CastMeter,
+    LossScaler,
+    apply_autocast_lists,
+    apply_float8,
+    autocast,
+    compute_wide,
+    store,
+)
 from trials.recompute import RecomputeMeter, apply_recompute
 from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
 from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages_total
@@ -814,10 +822,11 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     model = build_model(spec.workload, chunk)
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
-    model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
+    store(model, candidate.precision, sharded=uses_fsdp(layout), is_whole=layout.pp == 1)
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
+    compute_wide(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
     apply_compile(model, candidate.kernels)
     offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)

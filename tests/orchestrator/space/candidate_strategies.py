@@ -106,6 +106,7 @@ def random_precision(rng):
         ),
         white=tuple(rng.sample(names, rng.choice([0, 0, 1, 2]))),
         black=tuple(rng.sample(names, rng.choice([0, 0, 0, 2]))),
+        keep_fp32=tuple(rng.sample([".*norm", "output", "("], 1)) if rng.random() < 0.2 else (),
     )
 
 

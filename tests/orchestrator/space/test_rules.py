@@ -161,6 +161,17 @@ BROKEN_WHEN = {
         or (c.precision.loss_scale is not None and c.precision.loss_scale.initial > 3.5e38)
     ),
     "amp-lists-with-compile": lambda c, w: c.kernels.compile != "off" and c.precision.white + c.precision.black != (),
+    "keep-fp32": lambda c, w: (
+        c.precision.keep_fp32 != ()
+        and not (
+            c.precision.level in ("O2", "O2-fp8")
+            and c.layout.tp < 2
+            and c.layout.cp < 2
+            and c.kernels.compile == "off"
+            and c.kernels.loss_chunks < 2
+            and "(" not in c.precision.keep_fp32
+        )
+    ),
     "loss-chunks": lambda c, w: (
         c.kernels.loss_chunks > 1 and c.kernels.loss_chunks > c.micro_batch_size * w.seq_length // max(1, c.layout.cp)
     ),
