@@ -166,7 +166,7 @@ class Router(nn.Module):
             ids = self._in_turn(x) if shape.routing == "balanced" else self._best(scores)
             if shape.aux_loss or shape.z_loss:
                 loss = self._losses(logits, scores, ids, num_sequences)
-                scores = _AddLoss.apply(scores, loss, self.loss_factor)
+                scores = _AddLoss.apply(scores, loss, self.loss_factor)  # type: ignore[no-untyped-call]
             chosen = scores.gather(1, ids)
             if shape.normalizes:
                 chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -191,7 +191,7 @@ class Router(nn.Module):
                 counts = summed(counts, self.sequence_group)
             load = counts * (shape.num_experts / counts.sum(-1, keepdim=True))
             probabilities = scores / scores.sum(-1, keepdim=True)
-            mean = probabilities.unflatten(0, (num_sequences, -1)).mean(1)
+            mean = probabilities.view(num_sequences, -1, shape.num_experts).mean(1)
             total = total + shape.aux_loss * (load * mean).sum(-1).mean()
         return total
 
@@ -211,7 +211,8 @@ def counts_of(ids: Tensor, num_experts: int) -> Tensor:
 
 def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the group, in a form that graph mode can capture."""
-    return funcol.wait_tensor(funcol.all_reduce(values, "sum", group))
+    total: Tensor = funcol.all_reduce(values, "sum", group)
+    return total
 
 
 class RoutedExperts(nn.Module):
