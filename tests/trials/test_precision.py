@@ -25,7 +25,14 @@ from trials.models.built_in import next_token_loss
 from trials.operators import operator_name
 from trials.outcome import RankReport
 from trials.parallel.mesh import HeldParameter, ShardMap, init_parameters
-from trials.precision import LossScaler, apply_autocast_lists, autocast, check_device, check_float8
+from trials.precision import (
+    LossScaler,
+    apply_autocast_lists,
+    autocast,
+    check_device,
+    check_float8,
+    mixed_precision_policy,
+)
 from trials.recompute import apply_recompute
 from trials.reports import OperatorCast
 from trials.sizes import chunks_of_stage
@@ -402,6 +409,12 @@ def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does(preci
     assert gradient is not None and expected is not None and gradient.dtype == stored
     # e5m2 rounds a gradient by up to an eighth; products average that out.
     assert 0.005 < (gradient - expected).norm() / expected.norm() < 0.2
+
+
+def test_weights_are_gathered_in_16_bits_only_where_they_are_stored_so():
+    assert mixed_precision_policy(FLOAT8).param_dtype is None
+    policy = mixed_precision_policy(SHORT_FLOAT8)
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
 def matmuls(precision):
