@@ -29,7 +29,7 @@ from cluster.hardware.topology import cpu_model
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 SEARCH_PROGRAMS = ("resnet-loader", "resnet-cpu", "linear", "script-text", "script-ranks")
-MAX_TRIALS = 40
+MAX_TRIALS = 30
 STEP_CASES = ("single", "ddp", "fsdp2", "tp")
 
 

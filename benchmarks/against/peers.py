@@ -53,9 +53,10 @@ class AxPeer:
         from ax.api.configs import ChoiceParameterConfig, RangeParameterConfig
 
         self._client = Client()
+        self._ordered = {name for name in space.sizes if space.is_ordered(name)}
         parameters: list[Any] = []
         for name, values in space.sizes.items():
-            if space.is_ordered(name):
+            if name in self._ordered:
                 parameters.append(RangeParameterConfig(name=name, parameter_type="int", bounds=(0, values - 1)))
             else:
                 choices = [str(value) for value in range(values)]
@@ -71,11 +72,8 @@ class AxPeer:
         return {name: int(value) for name, value in point.items()}
 
     def tell(self, point: Point, value: float) -> None:
-        def encoded(name: str) -> int | str:
-            given = self._client._experiment.parameters[name].python_type
-            return point[name] if given is int else str(point[name])
-
-        index = self._client.attach_trial({name: encoded(name) for name in point})
+        encoded = {name: at if name in self._ordered else str(at) for name, at in point.items()}
+        index = self._client.attach_trial(encoded)
         self._client.complete_trial(index, raw_data={"seconds": value})
 
 

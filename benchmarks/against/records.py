@@ -49,7 +49,11 @@ def _ours(num_trials: int) -> tuple[float, list[Content]]:
         with Ledger(Path(folder)) as ledger, ledger.hold():
             ledger.append(created())
             for trial in range(num_trials):
-                for event in (proposed(trial, _candidate(trial)), launched(trial), ended(trial, measured(0.1 + trial / 1000))):
+                for event in (
+                    proposed(trial, _candidate(trial)),
+                    launched(trial),
+                    ended(trial, measured(0.1 + trial / 1000)),
+                ):
                     ledger.append(event)
             state = fold(ledger.events())
             start = time.perf_counter()
