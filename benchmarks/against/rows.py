@@ -37,7 +37,7 @@ class Row:
         return [self.what, self.peer_name, f"{ours} {self.unit}", f"{peer} {self.unit}", figure(self.ratio), spread]
 
 
-TITLES = ("what", "compared with", "ours", "theirs", "theirs / ours", "range")
+TITLES = ("what", "compared with", "tune-cluster", "other tool", "ratio", "range")
 
 
 def table(rows: list[Row]) -> str:

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from benchmarks.against.peers import optimisers, trials_to_best
 from benchmarks.against.rows import Row, table
 from benchmarks.search.generic.programs import MADE
