@@ -327,10 +327,9 @@ def _gathers(value: Any) -> LayerCount | dict[str, LayerCount]:
         return _count(value)
     chosen: dict[str, LayerCount] = {}
     for pattern, written in value.items():
-        if not isinstance(pattern, str) or (problem := pattern_problem(pattern)) is not None:
-            raise fault(
-                None, problem if isinstance(pattern, str) else f"{show(pattern)} is no pattern", _GATHERS_REMEDY
-            )
+        problem = pattern_problem(pattern) if isinstance(pattern, str) else f"{show(pattern)} is no pattern"
+        if problem is not None:
+            raise fault(None, problem, _GATHERS_REMEDY)
         matched = [name for name in GATHERED if _reads(name, pattern)]
         if not matched:
             raise fault(None, f"{show(pattern)} matches no module that reads gathered sequences", _GATHERS_REMEDY)
