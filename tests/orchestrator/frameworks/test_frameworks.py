@@ -38,8 +38,11 @@ from trials.spec import (
     ImageFolderData,
     Layout,
     Precision,
+    Recompute,
     ResNetModel,
+    SelectiveRecompute,
     Workload,
+    gather_pattern,
 )
 
 FORMATS, TRAININGS = formats(), trainings()
@@ -87,6 +90,17 @@ def test_the_limit_of_the_gradient_norm_is_written_and_read(name):
         assert [note for note in made.notes if "clip_norm" in note.knob] == []
         found[limit] = made.files
     assert found[0.0] != found[1.0] != found[0.25]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gathers_of_one_sub_layer_are_written_and_read_or_noted(name):
+    layout = Layout(tp=2, tp_engine="local", sequence_parallel=True)
+    gathers = SelectiveRecompute(pattern=gather_pattern("feed_forward"), num_layers=((MODEL.num_layers,),))
+    candidate = Candidate(layout=layout, recompute=Recompute(selective=(gathers,)))
+    made = export(name, candidate, WORKLOAD, allow_lossy=True)
+    noted = {note.knob for note in made.notes}
+    assert "recompute.selective" in noted or recipe(name).parse(made.files).candidate.recompute == candidate.recompute
+    assert ("recompute.selective" in noted) == (name not in ("mindformers", "torchrun"))
 
 
 MIXTURE = Experts(
