@@ -85,8 +85,12 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
-    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size must be at least 1"
+    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep)
+    return (
+        None
+        if min(*degrees, layout.num_virtual_stages, candidate.micro_batch_size) >= 1
+        else "degrees and micro_batch_size must be at least 1"
+    )
 
 
 def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
@@ -216,6 +220,23 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
+    """Experts are spread over the ranks that shard the other weights."""
+    layout, model = candidate.layout, workload.model
+    if layout.ep == 1:
+        return None
+    experts = model.experts if isinstance(model, LlamaModel) else None
+    if experts is None:
+        return f"ep {layout.ep} requires a model with experts"
+    if layout.zero_stage < 2:
+        return f"ep {layout.ep} requires dp_shard above 1 with zero_stage 2 or 3"
+    if experts.num_experts % layout.ep:
+        return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
+    if layout.dp_shard * layout.cp % layout.ep:
+        return f"dp_shard {layout.dp_shard} x cp {layout.cp} is not divisible by ep {layout.ep}"
+    return None
+
+
 def has_experts(model: Model) -> bool:
     """Whether the runner trains a mixture of experts for this model."""
     return isinstance(model, LlamaModel) and model.experts is not None
@@ -316,6 +337,7 @@ LAYOUT_RULES = make_rules(
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
     ("experts", "layout.tp precision.level", _experts_layout),
+    ("expert-parallel", "layout", _expert_parallel),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
