@@ -17,6 +17,7 @@ from orchestrator.frameworks import arguments, shell
 from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     REDUCES_EACH,
     all_of,
@@ -535,6 +536,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.num_kv_heads", "--num-query-groups", of=int),
     option(f"{LLAMA}.norm_eps", "--norm-epsilon", of=float),
     NO_EXPERTS,
+    NO_EXPERT_PARALLEL,
     custom((f"{LLAMA}.rope_theta",), ("--rotary-base",), _write_rope, _read_rope),
     custom((f"{LLAMA}.vocab_size",), ("--vocab-size", "--padded-vocab-size"), _write_vocab, _read_vocab),
     custom(("workload.seq_length",), ("--seq-length",), _write_length, _read_length, overlay="read"),

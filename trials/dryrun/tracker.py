@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import trials.models
 import trials.offload
+import trials.parallel.experts
 import trials.precision
 import trials.training.loop
 from trials.dryrun.estimate import CATEGORIES, Category, Peak, Traffic
@@ -501,6 +502,19 @@ def fused_rms_norm() -> Iterator[None]:
 def scaled_matmuls() -> Iterator[None]:
     """Multiply 8-bit floats as CUDA does, with copies in 8 bits; the emulation makes fp32 copies."""
     with replaced(trials.precision, "emulates", lambda _device: False):
+        yield
+
+
+@contextlib.contextmanager
+def even_rows() -> Iterator[None]:
+    """Let equally many rows travel between all ranks with experts: fake tensors have no values."""
+
+    def splits(rows: Tensor, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
+        size = leaving.shape[0]
+        each = [rows.shape[0] // size + (rank < rows.shape[0] % size) for rank in range(size)]
+        return each, each
+
+    with replaced(trials.parallel.experts, "row_splits", splits):
         yield
 
 

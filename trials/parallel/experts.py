@@ -73,7 +73,7 @@ class RowExchange:
         """See :class:`trials.models.experts.Exchange`."""
         group, kind = self.group, rows.device.type
         arriving = wait(launch("all_to_all", counts, group.size, group.name)).view(group.size, -1)
-        splits = row_splits(counts.view(group.size, -1), arriving)
+        splits = row_splits(rows, counts.view(group.size, -1), arriving)
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))  # as the experts would, but before half as much is sent
         return Sent(start("all_to_all", rows, group, splits), splits, arriving)
@@ -91,7 +91,10 @@ class RowExchange:
         return communicate("all_to_all", out[order.argsort()], self.group, sent.splits[::-1])
 
 
-def row_splits(leaving: Tensor, arriving: Tensor) -> Splits:
-    """Return how many rows go to and come from each rank, given those per rank and expert; waits for the device."""
+def row_splits(_rows: Tensor, leaving: Tensor, arriving: Tensor) -> Splits:
+    """Return how many of the rows go to and how many come from each rank, given those per rank and expert.
+
+    Waits for the device.
+    """
     sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
     return sent, received
