@@ -506,12 +506,16 @@ def scaled_matmuls() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def even_rows() -> Iterator[None]:
-    """Let equally many rows travel between all ranks with experts: fake tensors have no values."""
+def expert_rows(*, crowded: bool) -> Iterator[None]:
+    """Assume how many rows travel between ranks with experts, since fake tensors have no values: equally many, or, if
+    ``crowded``, all to this rank.
+    """
 
     def splits(rows: Tensor, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-        size = leaving.shape[0]
-        each = [rows.shape[0] // size + (rank < rows.shape[0] % size) for rank in range(size)]
+        number, size = rows.shape[0], leaving.shape[0]
+        if crowded:
+            return [number] + [0] * (size - 1), [number] * size
+        each = [number // size + (rank < number % size) for rank in range(size)]
         return each, each
 
     with replaced(trials.parallel.experts, "row_splits", splits):
