@@ -34,8 +34,8 @@ EXPERTS = Experts(
 REFERENCE = name_of(NEUTRAL)
 
 
-def with_experts(spec):
-    model = dataclasses.replace(spec.workload.model, experts=EXPERTS)
+def with_experts(spec, shape=EXPERTS):
+    model = dataclasses.replace(spec.workload.model, experts=shape)
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model))
 
 
@@ -108,6 +108,19 @@ def test_trains_like_a_single_process(name):
     loss, norm = differences(result_of(name), reference())
     loss_limit, norm_limit = tolerances(SPECS[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
+    """Six experts over four ranks, and three of them over two: each rank holds rows of all."""
+    sharded = spec_of({**NEUTRAL, "dp": "zero3", "cp": "all-gather", "batches": "m2"})
+    shape = dataclasses.replace(EXPERTS, num_experts=6)
+    alone, whole, split = (with_experts(spec, shape) for spec in (spec_of(NEUTRAL), sharded, with_ep(sharded, 2)))
+    (expected,) = run_gang([alone], tmp_path / "alone")
+    for found in run_gang([whole, split], tmp_path, before=check_all):
+        loss, norm = differences(found, expected)
+        assert loss < 1e-5 and norm < 1e-5, (loss, norm)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
@@ -391,13 +392,22 @@ def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: P
     layers = {*model.layers.values()}
     if layout.ep > 1:
         for mixture in mixtures_in(layers):
-            shards = expert_shard_mesh(mesh)
-            fully_shard(mixture.experts, mesh=shards, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
+            _shard(mixture.experts, expert_shard_mesh(mesh), policy, reshard=layout.zero_stage == 3)
     for part in parts:
-        reshard = layout.zero_stage == 3 and part in layers
-        fully_shard(part, mesh=shard_mesh(mesh), mp_policy=policy, reshard_after_forward=reshard)
+        _shard(part, shard_mesh(mesh), policy, reshard=layout.zero_stage == 3 and part in layers)
     if layout.ep > 1:
         _gather_experts_ahead(list(model.layers.values()))
+
+
+def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
+    """Shard one unit: weights by rows, and those of experts, if they cannot be dealt out evenly, each by rows."""
+    number = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        splits_each = parameter.dim() == 3 and parameter.shape[0] % number and parameter.shape[1] % number == 0
+        return Shard(1) if splits_each else None
+
+    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
 
 
 def _gather_experts_ahead(layers: Sequence[nn.Module]) -> None:
