@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pkgutil
 import tempfile
 from pathlib import Path
 
@@ -18,10 +19,7 @@ from tests.trials.test_parity import NEUTRAL, name_of, tolerances
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
-from trials.parallel import experts as parallel_experts
-from trials.parallel import mesh
 from trials.spec import Experts, with_learned_routing
-from trials.training import loop
 
 EXPERTS = Experts(
     num_experts=4,
@@ -30,6 +28,8 @@ EXPERTS = Experts(
     shared_ffn_hidden_size=16,
     num_dense_layers=1,
     scores="sigmoid",
+    aux_loss=0.1,
+    z_loss=0.01,
 )
 REFERENCE = name_of(NEUTRAL)
 
@@ -125,6 +125,8 @@ def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
 
 @contextlib.contextmanager
 def planted(owner, name, value):
+    """Replace attribute ``name`` of the module or class that ``owner`` names."""
+    owner = pkgutil.resolve_name(owner)
     before = getattr(owner, name)
     setattr(owner, name, value(before))
     try:
@@ -161,13 +163,14 @@ def counted_once(num_replicas):
     return lambda parameter, shard, layout: num_replicas(parameter, None, layout)
 
 
+EXCHANGE = "trials.parallel.experts"
 SPLIT_FAULTS = {
-    "none": (parallel_experts, "finish", no_fault),
-    "a token lost in dispatch": (parallel_experts, "finish", lost_in_dispatch),
-    "results of other tokens": (parallel_experts, "communicate", back_in_another_order),
-    "gradients over the wrong group": (loop, "apply_expert_parallel", over_the_wrong_group),
-    "weight before and after": (parallel_experts.RowExchange, "send", weighed_before_and_after),
-    "norm of other experts missing": (mesh, "num_replicas", counted_once),
+    "none": (EXCHANGE, "finish", no_fault),
+    "a token lost in dispatch": (EXCHANGE, "finish", lost_in_dispatch),
+    "results of other tokens": (EXCHANGE, "communicate", back_in_another_order),
+    "gradients over the wrong group": ("trials.training.loop", "apply_expert_parallel", over_the_wrong_group),
+    "weight before and after": (f"{EXCHANGE}:RowExchange", "send", weighed_before_and_after),
+    "norm of other experts missing": ("trials.parallel.mesh", "num_replicas", counted_once),
 }
 
 
@@ -216,11 +219,57 @@ def gradients(made, compute, x):
 
 
 def test_a_layer_computes_each_token_by_its_experts():
-    made, x = layer(), torch.randn(2, 7, 8)
+    made, x = layer(dataclasses.replace(EXPERTS, aux_loss=0.0, z_loss=0.0)), torch.randn(2, 7, 8)
     torch.testing.assert_close(made(x), by_loop(made, x))
     expected = gradients(made, functools.partial(by_loop, made), x)
     for name, gradient in gradients(made, made, x).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def by_loop_with_losses(made, x):
+    """What the layer computes, and its losses, written down as in the papers."""
+    losses = []
+    for sequence in x:
+        logits = sequence @ made.router.weight.T
+        scores = logits.sigmoid()
+        chosen = scores.topk(EXPERTS.top_k).indices
+        share = scores / scores.sum(-1, keepdim=True)
+        for expert in range(EXPERTS.num_experts):
+            f = EXPERTS.num_experts * (chosen == expert).sum() / (EXPERTS.top_k * len(sequence))
+            losses.append(EXPERTS.aux_loss * f * share[:, expert].mean() / len(x))
+        losses += [EXPERTS.z_loss * logits.exp().sum(-1).log().square().mean() / len(x)]
+    return torch.stack(losses).sum()
+
+
+def test_the_routers_losses_have_their_gradient_and_no_value():
+    made, x = layer(), torch.randn(2, 7, 8, requires_grad=True)
+    ExpertBalance([made.router], None).scale_losses(0.5)
+    made(x).square().sum().backward()
+    found, x.grad = (x.grad, made.router.weight.grad.clone()), None
+    made.zero_grad()
+    (by_loop(made, x).square().sum() + 0.5 * by_loop_with_losses(made, x)).backward()
+    torch.testing.assert_close(found, (x.grad, made.router.weight.grad), rtol=1e-4, atol=1e-4)
+
+
+def test_with_a_capacity_later_tokens_skip_a_full_expert():
+    made = layer(dataclasses.replace(EXPERTS, shared_ffn_hidden_size=0, capacity=0.75))
+    x = torch.randn(3, 8, 8)
+    weights, ids = (found.unflatten(0, (3, 8)) for found in made.router(x.flatten(0, 1), num_sequences=3))
+    expected, dropped = torch.zeros_like(x), 0
+    for number, sequence in enumerate(x):
+        taken = [0] * EXPERTS.num_experts
+        for position, token in enumerate(sequence):
+            for weight, expert in zip(weights[number, position], ids[number, position].tolist(), strict=True):
+                taken[expert] += 1
+                if taken[expert] > 3:  # three quarters of 8 tokens x 2 / 4 experts
+                    dropped += 1
+                    continue
+                gate, up = (token @ made.experts.w13[expert]).chunk(2)
+                expected[number, position] += weight * ((torch.nn.functional.silu(gate) * up) @ made.experts.w2[expert])
+    assert dropped
+    torch.testing.assert_close(made(x), expected)
+    ample = layer(dataclasses.replace(EXPERTS, capacity=4.0))
+    torch.testing.assert_close(ample(x), layer()(x))
 
 
 FAULTS = {
@@ -305,6 +354,7 @@ def test_what_cannot_be_trained_is_refused():
         return " ".join(violations(workload, spec.candidate))
 
     assert "num_experts 4" in problems(dataclasses.replace(EXPERTS, top_k=5))
+    assert "capacity" in problems(dataclasses.replace(EXPERTS, capacity=0.0))
     assert "num_dense_layers" in problems(dataclasses.replace(EXPERTS, num_dense_layers=3))
     sharded = with_experts(spec_of({**NEUTRAL, "dp": "zero3"}))
     for ep, why in ((4, "dp_shard 2 x cp 1 is not divisible by ep 4"), (3, "num_experts 4 is not divisible by ep 3")):
@@ -314,4 +364,12 @@ def test_what_cannot_be_trained_is_refused():
         violations(spec_of(NEUTRAL).workload, with_ep(spec, 2).candidate)
     )
     candidate = dataclasses.replace(spec.candidate, layout=dataclasses.replace(spec.candidate.layout, tp=2))
+    limited = dataclasses.replace(model, experts=dataclasses.replace(EXPERTS, capacity=1.5))
+    layout = dataclasses.replace(spec.candidate.layout, cp=2)
+    assert any(
+        "whole sequences" in problem
+        for problem in violations(
+            dataclasses.replace(spec.workload, model=limited), dataclasses.replace(spec.candidate, layout=layout)
+        )
+    )
     assert any("mixtures of experts" in problem for problem in violations(spec.workload, candidate))
