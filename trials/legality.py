@@ -420,7 +420,7 @@ def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None
     return next((problem for problem in map(pattern_problem, patterns) if problem), None)
 
 
-def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
+def _communication_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
     if candidate.kernels.compile == "off" or not candidate.recompute.communication:
         return None
     return "recompute of communication requires compile off; full and selective recompute support compile"
@@ -579,7 +579,7 @@ def _text(counts: Counts) -> str:
 CANDIDATE_RULES = make_rules(
     ("recompute-shape", "layout recompute", _recompute_shape),
     ("recompute-pattern", "recompute", _recompute_patterns),
-    ("recompute-with-compile", "recompute kernels.compile", _recompute_with_compile),
+    ("communication-with-compile", "recompute kernels.compile", _communication_with_compile),
     ("recompute-communication", "layout recompute", _recompute_communication),
     ("compile-with-zbv", "layout.schedule kernels.compile", _compile_with_zbv),
     (

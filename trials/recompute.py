@@ -545,6 +545,12 @@ class GraphPolicy:
         """Return what layers with the same policy have in common."""
         return tuple((name, type(module)) for name, module in layer.named_modules()), tuple(map(id, tallies))
 
+    def add_layer(self) -> None:
+        """Count a layer that is traced under this policy."""
+        self.num_layers += 1
+        for tally in self._tallies:
+            tally.num_layers += 1
+
     def num_matches(self, tally: PatternTally) -> int:
         """Return the number of calls that the pattern chooses, over all layers of one pass."""
         return self.num_layers * sum(one is tally for one in self._matches.values())
@@ -597,7 +603,7 @@ class SelectiveWrapper(CheckpointWrapper):
 
     def __init__(self, layer: nn.Module, policy: GraphPolicy, *, preserve_rng_state: bool) -> None:
         super().__init__(layer, context_fn=policy.contexts, preserve_rng_state=preserve_rng_state)
-        policy.num_layers += 1
+        policy.add_layer()
         self.policy_number = policy.number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
