@@ -31,7 +31,7 @@ from cluster.cost.inputs import (
 )
 from cluster.cost.peak_memory import MEMORY_TERMS, stage_bytes
 from cluster.cost.step_time import TIME_TERMS, step_seconds
-from cluster.cost.work import selective_shares, work_of
+from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.legality import holds_plain
 from trials.sizes import matmul_format
@@ -128,7 +128,7 @@ def _experts(model: LlamaModel) -> dict[str, float]:
     return {
         "expert_share": 1 - experts.num_dense_layers / model.num_layers,
         "num_experts": experts.num_experts,
-        "experts_per_token": experts.top_k,
+        "experts_per_token": experts.slots_per_token,
         "expert_ffn": experts.ffn_hidden_size,
         "shared_ffn": experts.shared_ffn_hidden_size,
     }
@@ -273,7 +273,7 @@ def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescri
     plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
     is_compiled = candidate.kernels.compile != "off"
     dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain, compiled=is_compiled)
-    again = sum(map(sum, recompute.communication)) / model.num_layers
+    again = gathers_repeated(recompute, plain) / model.num_layers
     return {
         "stage_full": _per_stage(recompute.full, layout),
         "stage_dropped": dropped,

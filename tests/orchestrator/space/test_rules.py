@@ -132,7 +132,7 @@ BROKEN_WHEN = {
     "recompute-pattern": lambda c, w: any(
         p.pattern in ("(", r"(\w*\w*)*!") or len(p.pattern) > 200 for p in c.recompute.selective
     ),
-    "communication-with-compile": lambda c, w: c.kernels.compile != "off" and c.recompute.communication != (),
+    "communication-with-compile": lambda c, w: c.kernels.compile != "off" and c.recompute.repeats_gathers,
     "recompute-communication": lambda c, w: (
         c.recompute.communication != ()
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
