@@ -535,7 +535,7 @@ class GraphPolicy:
         def contexts() -> Any:
             self._matches.clear()
             self._dropped.clear()
-            return create_selective_checkpoint_contexts(self._decide)
+            return create_selective_checkpoint_contexts(self._decide)  # type: ignore[no-untyped-call]
 
         self.contexts: Callable[[], Any] = contexts
         """Contexts of a layer and of its recomputation; dynamo takes functions only, not methods."""
@@ -609,7 +609,7 @@ class SelectiveWrapper(CheckpointWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer. Dynamo compiles once for every number read here; it ignores the policy itself (torch 2.13)."""
         assert self.policy_number >= 0
-        return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 # A candidate's recompute policy: its application to a model, and its effects.
