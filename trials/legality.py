@@ -445,11 +445,10 @@ def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None
     return next((problem for problem in map(pattern_problem, patterns) if problem), None)
 
 
-def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
-    recompute = candidate.recompute
-    if candidate.kernels.compile == "off" or not (recompute.selective or recompute.communication):
+def _communication_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.kernels.compile == "off" or not candidate.recompute.repeats_gathers:
         return None
-    return "recompute of selected operators or of communication requires compile off; full recompute supports compile"
+    return "recompute of communication requires compile off; full and selective recompute support compile"
 
 
 def _recompute_communication(_workload: Workload, candidate: Candidate) -> str | None:
@@ -475,9 +474,10 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
     layout = candidate.layout
     if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
         return None
-    if not any(map(any, candidate.recompute.full)):
+    counts = (candidate.recompute.full, *(part.num_layers for part in candidate.recompute.selective))
+    if not any(any(row) for one in counts for row in one):
         return None
-    return "compile with tp and full recompute requires tp_engine local: torch cannot compile recomputed DTensors"
+    return "compile with tp and recompute requires tp_engine local: torch cannot compile recomputed DTensors"
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
@@ -604,7 +604,7 @@ def _text(counts: Counts) -> str:
 CANDIDATE_RULES = make_rules(
     ("recompute-shape", "layout recompute", _recompute_shape),
     ("recompute-pattern", "recompute", _recompute_patterns),
-    ("recompute-with-compile", "recompute kernels.compile", _recompute_with_compile),
+    ("communication-with-compile", "recompute kernels.compile", _communication_with_compile),
     ("recompute-communication", "layout recompute", _recompute_communication),
     ("compile-with-zbv", "layout.schedule kernels.compile", _compile_with_zbv),
     (

@@ -251,6 +251,24 @@ def test_the_routers_losses_have_their_gradient_and_no_value():
     torch.testing.assert_close(found, (x.grad, made.router.weight.grad), rtol=1e-4, atol=1e-4)
 
 
+def test_ranks_with_parts_of_a_sequence_use_its_load(monkeypatch):
+    """Under context parallelism; the gradients of ranks are averaged."""
+    made, x = layer(), torch.randn(1, 8, 8)
+
+    def gradient(inputs):
+        made.zero_grad()
+        (0.0 * made(inputs)).sum().backward()  # leaves the gradients of the router's losses
+        return made.router.weight.grad.clone()
+
+    whole = gradient(x)
+    _, ids = made.router(x[0])
+    total = experts.counts_of(ids.view(1, -1), EXPERTS.num_experts).float()
+    made.router.sequence_group = object()
+    monkeypatch.setattr(experts, "summed", lambda _counts, _group: total)
+    parts = [gradient(part) for part in x.chunk(2, dim=1)]
+    torch.testing.assert_close(sum(parts) / 2, whole)
+
+
 def test_with_a_capacity_later_tokens_skip_a_full_expert():
     made = layer(dataclasses.replace(EXPERTS, shared_ffn_hidden_size=0, capacity=0.75))
     x = torch.randn(3, 8, 8)

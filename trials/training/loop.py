@@ -260,6 +260,7 @@ def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEf
                 num_matches=before.num_matches + effect.num_matches,
                 saved_bytes=before.saved_bytes + effect.saved_bytes,
                 recompute_s=before.recompute_s + effect.recompute_s,
+                is_compiled=effect.is_compiled,
             )
         merged[effect.pattern] = effect
     return tuple(merged.values())
@@ -840,7 +841,9 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
-    recompute_meter = apply_recompute(model, candidate.recompute, chunk)
+    num_passes = candidate.num_microbatches(spec.workload.global_batch_size)
+    num_graph_passes = 0 if candidate.kernels.compile == "off" else num_passes
+    recompute_meter = apply_recompute(model, candidate.recompute, chunk, num_graph_passes=num_graph_passes)
     apply_compile(model, candidate.kernels)
     offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None

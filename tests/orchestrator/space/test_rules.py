@@ -141,9 +141,7 @@ BROKEN_WHEN = {
     "recompute-pattern": lambda c, w: any(
         p.pattern in ("(", r"(\w*\w*)*!") or len(p.pattern) > 200 for p in c.recompute.selective
     ),
-    "recompute-with-compile": lambda c, w: (
-        c.kernels.compile != "off" and bool(c.recompute.selective or c.recompute.communication)
-    ),
+    "communication-with-compile": lambda c, w: c.kernels.compile != "off" and c.recompute.repeats_gathers,
     "recompute-communication": lambda c, w: (
         c.recompute.communication != ()
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
@@ -153,7 +151,7 @@ BROKEN_WHEN = {
         c.kernels.compile != "off"
         and c.layout.tp > 1
         and c.layout.tp_engine == "dtensor"
-        and sum(map(sum, c.recompute.full)) > 0
+        and any(sum(map(sum, n)) > 0 for n in (c.recompute.full, *(p.num_layers for p in c.recompute.selective)))
     ),
     "cuda-graphs": lambda c, w: (
         c.kernels.compile != "off"
