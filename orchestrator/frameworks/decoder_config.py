@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.frameworks.gaps import NO_EXPERT_PARALLEL
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, custom, option, settings_of, tree
 from trials.files import read_regular
 from trials.spec import Experts, LlamaModel
@@ -348,6 +349,7 @@ MODEL_SETTINGS: tuple[Setting, ...] = (
     option(f"{_LLAMA}.rope_theta", f"{MODEL_FILE}:rope_parameters.rope_theta"),
     option(f"{_LLAMA}.norm_eps", f"{MODEL_FILE}:rms_norm_eps"),
     custom((_EXPERTS_PATH,), (*_OF_MIXTRAL.values(), _REPORTS_LOGITS, _AUX), _write_experts, _read_experts),
+    NO_EXPERT_PARALLEL,
 )
 
 
