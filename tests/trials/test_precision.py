@@ -22,6 +22,7 @@ from trials.failure import InfeasibleSpec
 from trials.legality import check
 from trials.models import build_model
 from trials.models.built_in import next_token_loss
+from trials.models.model import TrainModel
 from trials.operators import operator_name
 from trials.outcome import RankReport
 from trials.parallel.mesh import HeldParameter, ShardMap, init_parameters
@@ -32,6 +33,7 @@ from trials.precision import (
     check_device,
     check_float8,
     mixed_precision_policy,
+    store,
 )
 from trials.recompute import apply_recompute
 from trials.reports import OperatorCast
@@ -448,6 +450,21 @@ def test_modules_kept_in_fp32_store_and_compute_in_it_and_others_do_not(level):
     assert set(seen.values()) == ({(torch.bfloat16,) * 3} if level == "O2" else set())
     in_fp32 = {name for name, dtype in gradients.items() if dtype == torch.float32}
     assert in_fp32 == {name for name in gradients if "norm" in name or name.startswith(("layers.0.", "output."))}
+
+
+class Two(TrainModel):
+    """A model with values of its own, unlike the built-in ones, which draw theirs later."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+
+def test_weights_kept_in_fp32_are_not_rounded():
+    model = Two()
+    before = model.first.weight.detach().clone()
+    store(model, Precision(level="O2", dtype="bfloat16", keep_fp32=("first",)), sharded=False, is_whole=True)
+    assert model.last.weight.dtype == torch.bfloat16 and torch.equal(model.first.weight, before)
 
 
 def test_a_pattern_that_matches_no_module_is_refused():
