@@ -123,9 +123,8 @@ def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], t
         seen = read_snapshot(ledger)
         state = seen.state
         if state.status in ("cancelled", "failed"):
-            raise ConfigError(
-                f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit a new sweep."
-            )
+            end = units.with_reason(state.status, state.finish_reason, ": ")
+            raise ConfigError(f"the sweep {name!r} is over ({end})", remedy="Submit a new sweep.")
         chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
         if chosen_trial is not None and chosen_trial.check is not None:
             of = trial_id(chosen_trial.check.of)

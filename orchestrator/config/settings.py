@@ -530,7 +530,7 @@ class TrackingSection(Section):
 
 def check_runner(value: str) -> str:
     if _RUNNER.fullmatch(value) is None:
-        raise fault(None, f"{value[:80]!r} is not of the form module:function", "Write module:function.")
+        raise fault(None, f"expected module:function, got {value[:80]!r}", "Use a form like my_package.runner:main.")
     return value
 
 

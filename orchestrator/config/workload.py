@@ -470,7 +470,7 @@ class WorkloadSection(Section):
         if reads_tokens and self.seq_length is None:
             raise fault("seq_length", "missing", "Add 'seq_length'.")
         if not reads_tokens and self.seq_length not in (None, 1):
-            raise fault("seq_length", f"{self.model.kind} models read no sequences", "Leave it out.")
+            raise fault("seq_length", f"{self.model.kind} models do not read sequences", "Remove it.")
         fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
         if self.data.kind not in fitting:
             message = f"{self.model.kind} models cannot train on {self.data.kind}"
@@ -610,9 +610,7 @@ def _size(path: Path) -> int:
 
 def _function(value: str) -> str:
     if FUNCTION.fullmatch(value) is None:
-        raise fault(
-            None, f"{show(value)} is not of the form module:function", "Write module:function, like my_model:build."
-        )
+        raise fault(None, f"expected module:function, got {show(value)}", "Use a form like my_model:build.")
     package = value.partition(":")[0].partition(".")[0]
     if package in RESERVED:
         raise fault(

@@ -503,7 +503,7 @@ def confidence(state: SweepState, summary: Summary) -> str:
         of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
         return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return "95% CI from the steps of one run each, measured by the search"
+        return "95% CI from the steps of one run of each, measured by the search"
     return ""
 
 

@@ -79,7 +79,7 @@ class ShortForms:
     ) -> None:
         self.expand = expand
         self.words = ", ".join((*others, *expand))
-        self.remedy = remedy or f"Write one of {self.words}, or a mapping."
+        self.remedy = remedy or f"Use {self.words} or a mapping."
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._widen, handler(source))
@@ -93,8 +93,7 @@ class ShortForms:
             return self.expand[value]
         if isinstance(value, Mapping | BaseModel):
             return value
-        choices = f"one of {self.words}" if "," in self.words else self.words
-        raise fault(None, f"expected {choices} or a mapping, got {show(value)}", self.remedy)
+        raise fault(None, f"expected {self.words} or a mapping, got {show(value)}", self.remedy)
 
 
 class Word:
@@ -539,7 +538,7 @@ class DataloaderSection(Section):
         default=LoaderTuning().max_workers,
         ge=1,
         le=1024,
-        description="Maximum number of data-loading processes to try.",
+        description="Maximum number of data loader workers to try.",
     )
 
     def to_tuning(self) -> LoaderTuning:
