@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from trials.accelerator.kinds import DeviceKind
@@ -298,6 +298,14 @@ class Workload:
             if isinstance(self.model, LlamaModel | HuggingFaceModel) or self.seq_length > 1
             else "samples/s/p"
         )
+
+
+def with_learned_routing(workload: Workload) -> Workload:
+    """Return the workload as in production: ``routing: balanced`` is for measurements alone."""
+    model = workload.model
+    if not isinstance(model, LlamaModel) or model.experts is None or model.experts.routing == "learned":
+        return workload
+    return replace(workload, model=replace(model, experts=replace(model.experts, routing="learned")))
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]

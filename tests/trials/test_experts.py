@@ -17,7 +17,7 @@ from tests.trials.test_parity import NEUTRAL, name_of, tolerances
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
-from trials.spec import Experts
+from trials.spec import Experts, with_learned_routing
 
 EXPERTS = Experts(
     num_experts=4,
@@ -165,9 +165,39 @@ def test_the_bias_evens_out_a_skewed_router():
     for _ in range(150):
         _, ids = router(x)
         router.load.add_(ids.flatten().bincount(minlength=4))
+        balance.reset()
         balance.update()
-        shares.append(balance.shares.max().item())
+        shares.append(balance.loads(0)[0].busiest / 4)
     assert shares[0] > 0.38 and max(shares[-4:]) < 0.35
+
+
+def test_the_load_is_that_of_the_steps_since_the_last_reset():
+    router = Router(8, EXPERTS, layer=3)
+    router.materialize(torch.device("cpu"))
+    balance = ExpertBalance([router], None)
+    assert balance.loads(0) == ()
+    for load in ([99.0, 0.0, 0.0, 0.0], [4.0, 2.0, 2.0, 0.0], [2.0, 0.0, 2.0, 0.0]):
+        if load[0] == 4.0:
+            balance.reset()
+        router.load.copy_(torch.tensor(load))
+        balance.update()
+    (found,) = balance.loads(5)
+    assert (found.layer, found.rank, found.num_idle) == (3, 5, 1)
+    assert found.busiest == found.busiest_on_rank == pytest.approx(6 / 3)
+    assert router.bias.tolist() == pytest.approx([-3e-3, 2e-3, 0.0, 3e-3])
+
+
+def test_a_trial_reports_the_load_of_every_layer():
+    loads = reference().findings.experts
+    assert [load.layer for load in loads] == list(range(1, SPECS[REFERENCE].workload.model.num_layers))
+    assert all(1.0 <= load.busiest <= 2.0 and load.busiest == load.busiest_on_rank for load in loads)
+
+
+def test_the_loss_gate_and_exports_route_as_learned():
+    workload = SPECS[REFERENCE].workload
+    balanced = dataclasses.replace(EXPERTS, routing="balanced")
+    measured = dataclasses.replace(workload, model=dataclasses.replace(workload.model, experts=balanced))
+    assert with_learned_routing(measured) == workload == with_learned_routing(workload)
 
 
 def test_what_cannot_be_trained_is_refused():

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from trials.reports import ExpertLoad
 from trials.spec import Experts
 
 # ---- Grouped matrix products: consecutive rows, a matrix for each group
@@ -113,9 +114,11 @@ class Router(nn.Module):
     that are chosen less than others (Wang et al., arXiv 2408.15664), which balances them without an auxiliary loss.
     """
 
-    def __init__(self, hidden_size: int, shape: Experts) -> None:
+    def __init__(self, hidden_size: int, shape: Experts, layer: int = 0) -> None:
+        """``layer`` is its number in the whole model."""
         super().__init__()
         self.shape = shape
+        self.layer = layer
         self.weight = nn.Parameter(torch.empty(shape.num_experts, hidden_size))
         # Plain attributes, not buffers: DDP sends buffers around at every step.
         self.bias: Tensor
@@ -181,10 +184,10 @@ class SharedExpert(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token."""
 
-    def __init__(self, hidden_size: int, shape: Experts) -> None:
+    def __init__(self, hidden_size: int, shape: Experts, layer: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.router = Router(hidden_size, shape)
+        self.router = Router(hidden_size, shape, layer)
         self.experts = RoutedExperts(hidden_size, shape)
         width = shape.shared_ffn_hidden_size
         self.shared = SharedExpert(hidden_size, width) if width else None
@@ -214,25 +217,53 @@ def routers_in(modules: Iterable[nn.Module]) -> list[Router]:
 
 
 class ExpertBalance:
-    """Updates the biases of a rank's routers once per step, from the token counts of all ranks with the same layers."""
+    """Updates the biases of a rank's routers once per step, from the token counts of all ranks with the same layers,
+    and keeps these counts."""
 
     def __init__(self, routers: list[Router], group: dist.ProcessGroup | None) -> None:
         """``group`` are the ranks that route other tokens through the same layers; None if this is the only one."""
         self._routers = [router for router in routers if router.shape.routing == "learned"]
         self._group = group
-        self.shares: Tensor | None = None
-        """Share of the tokens that each expert got in the last step, ``[layers, E]``."""
+        self._total: Tensor | None = None
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take one step towards equal load, and reset the counts."""
+        """Take one step towards equal load, and start counting the next step."""
         if not self._routers:
             return
-        load = torch.stack([router.load for router in self._routers])
+        own = torch.stack([router.load for router in self._routers])
+        load = own
         if self._group is not None:
+            load = own.clone()
             dist.all_reduce(load, group=self._group)
-        self.shares = load / load.sum(-1, keepdim=True)
-        moves = torch.sign(self.shares.mean(-1, keepdim=True) - self.shares)
+        counts = torch.stack([load, own])
+        self._total = counts if self._total is None else self._total + counts
+        moves = torch.sign(load.mean(-1, keepdim=True) - load)
         for router, move in zip(self._routers, moves, strict=True):
             router.bias.add_(move, alpha=router.shape.balance_rate)
             router.load.zero_()
+
+    def reset(self) -> None:
+        """Forget the counts of earlier steps."""
+        self._total = None
+
+    def loads(self, rank: int) -> tuple[ExpertLoad, ...]:
+        """Return the load of this rank's layers since the last reset; waits for the device."""
+        if self._total is None:
+            return ()
+        load, own = self._total.cpu()
+        return tuple(
+            ExpertLoad(
+                layer=router.layer,
+                busiest=_busiest(everywhere),
+                num_idle=int((everywhere == 0).sum()),
+                rank=rank,
+                busiest_on_rank=_busiest(here),
+            )
+            for router, everywhere, here in zip(self._routers, load, own, strict=True)
+        )
+
+
+def _busiest(load: Tensor) -> float:
+    """Return the largest count over the mean."""
+    return float(load.max() / load.mean().clamp(min=1e-9))

@@ -109,6 +109,7 @@ class Trainer:
             self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
         self.gradients = Gradients(self.parts, self.layout, mesh, device)
         self.balance = _balance(spec, self.parts, mesh)
+        self._rank = 0 if mesh is None else mesh.get_rank()
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
@@ -209,6 +210,7 @@ class Trainer:
             recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
             autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
             loss_scale=None if self.scaler is None else self.scaler.state(),
+            experts=() if self.balance is None else self.balance.loads(self._rank),
         )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
