@@ -219,12 +219,12 @@ class ExpertsSection(Section):
     """A mixture of experts in place of the feed-forward."""
 
     num_experts: Size = Field(description="Routed experts in a layer.")
-    top_k: Size = Field(description="Routed experts that each token passes; at most num_experts.")
+    top_k: Size = Field(description="Routed experts per token; at most num_experts.")
     ffn_hidden_size: Size = Field(description="Inner width of one routed expert.")
     shared_ffn_hidden_size: int = Field(
         default=_EXPERTS.shared_ffn_hidden_size,
         ge=0,
-        description="Total inner width of the experts for every token; 0: none.",
+        description="Total inner width of the experts that process every token; 0: none.",
     )
     num_dense_layers: int = Field(
         default=_EXPERTS.num_dense_layers, ge=0, description="First layers with a plain feed-forward."
@@ -259,7 +259,9 @@ class LlamaSection(Section):
     num_heads: Size = Field(description="Query heads; must divide hidden_size.")
     num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
     ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
-    vocab_size: int = Field(default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256.")
+    vocab_size: int = Field(
+        default=256, ge=256, le=2**31 - 1, description="Number of token ids; byte-level tokens require 256."
+    )
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
     experts: ExpertsSection | None = Field(default=None, description="Mixture of experts; null: a dense model.")

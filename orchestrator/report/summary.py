@@ -379,7 +379,7 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     if summary.best is None:
         return f"{virtual.capitalize()}: no trial has finished."
     if compared is None:
-        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline has no figure."
+        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline was not measured."
     if verdict is not None or compared.verdict != "faster":
         return f"{virtual.capitalize()}: nothing is faster than your current configuration."
     best = summary.best.trial

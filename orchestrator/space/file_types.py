@@ -407,7 +407,7 @@ class StageLayersSection(Section):
     @model_validator(mode="after")
     def _one(self) -> StageLayersSection:
         if (self.offset is None) == (self.counts is None):
-            raise fault(None, "expected exactly one of offset and counts", "Set one of them, or write even.")
+            raise fault(None, "expected exactly one of offset and counts", "Set one of them, or use even.")
         return self
 
     def to_split(self) -> StageSplit:
