@@ -162,7 +162,7 @@ def _experts(one: Observed) -> Iterator[str]:
         idle = f", {count(worst.num_idle, 'expert')} none" if worst.num_idle else ""
         yield (
             f"in layer {worst.layer} the busiest expert gets {worst.busiest:.2f}x the mean number of tokens{idle}: "
-            "a larger `experts.balance_rate` balances faster"
+            "a larger `experts.balance_rate` or `aux_loss` evens it out, and `capacity` limits it"
         )
     tokens = one.candidate.micro_batch_size * one.workload.seq_length // one.candidate.layout.cp
     rows = tokens * shape.top_k / shape.num_experts

@@ -113,6 +113,7 @@ class Trainer:
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self._num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
         self._clip_norm = spec.workload.optimizer.clip_norm
         self._grad_factor: float | Tensor = 1.0
         self.optimizer = build_optimizer(
@@ -136,6 +137,8 @@ class Trainer:
         """
         if self.layout.cp > 1:
             inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
+        if self.balance is not None:
+            self.balance.scale_losses(self._scale() / self._num_microbatches)
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
@@ -236,7 +239,11 @@ def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -
     group = None
     if mesh is not None and layout.dp * layout.cp > 1:
         group = flat_mesh(mesh, DATA_AXES).get_group()
-    return ExpertBalance(routers_in(part.model for part in parts), group)
+    routers = routers_in(part.model for part in parts)
+    if mesh is not None and layout.cp > 1:
+        for router in routers:
+            router.sequence_group = mesh["cp"].get_group()
+    return ExpertBalance(routers, group)
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
