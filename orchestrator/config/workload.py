@@ -257,7 +257,8 @@ class ExpertsSection(Section):
         default=_EXPERTS.capacity,
         gt=0,
         le=1e6,
-        description="Maximum number of tokens per expert and sequence, relative to the mean; further tokens skip the expert. null: no limit.",
+        description="Maximum number of tokens per expert and sequence, relative to the mean; further tokens skip the "
+        "expert. null: no limit.",
     )
     routing: Literal["learned", "balanced"] = Field(
         default=_EXPERTS.routing,
