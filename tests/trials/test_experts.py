@@ -365,6 +365,12 @@ def test_the_load_is_that_of_the_steps_since_the_last_reset():
     (found,) = balance.loads(5)
     assert (found.layer, found.rank, found.num_idle) == (3, 5, 1)
     assert found.busiest == found.busiest_on_rank == pytest.approx(6 / 3)
+    assert found.busiest_rank == 1.0
+    halves = ExpertBalance([router], None, ep=2)
+    router.load.copy_(torch.tensor([4.0, 2.0, 1.0, 1.0]))
+    halves.update()
+    assert halves.loads(0)[0].busiest_rank == pytest.approx(6 / 4)
+    router.bias.sub_(torch.tensor([-1e-3, 0.0, 1e-3, 1e-3]))
     assert router.bias.tolist() == pytest.approx([-3e-3, 2e-3, 0.0, 3e-3])
 
 
