@@ -85,8 +85,12 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
-    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size must be at least 1"
+    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep)
+    return (
+        None
+        if min(*degrees, layout.num_virtual_stages, candidate.micro_batch_size) >= 1
+        else "degrees and micro_batch_size must be at least 1"
+    )
 
 
 def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
@@ -124,7 +128,7 @@ def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None
 def _shard_needs_zero(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.dp_shard > 1 and layout.zero_stage == 0:
-        return f"dp_shard {layout.dp_shard} shards nothing with zero_stage 0; choose 1, 2 or 3"
+        return f"dp_shard {layout.dp_shard} has no effect with zero_stage 0; use zero_stage 1, 2 or 3"
     if layout.dp_shard == 1 and layout.zero_stage > 0:
         return f"zero_stage {layout.zero_stage} requires dp_shard above 1"
     return None
@@ -216,6 +220,23 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
         return f"precision {LEVEL} does not support mixtures of experts; use O1 or O2"
     if candidate.layout.cp > 1 and experts.capacity is not None:
         return f"cp {candidate.layout.cp}: experts with a capacity need whole sequences; use cp 1 or capacity null"
+    return None
+
+
+def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
+    """Experts are spread over the ranks that shard the other weights."""
+    layout, model = candidate.layout, workload.model
+    if layout.ep == 1:
+        return None
+    experts = model.experts if isinstance(model, LlamaModel) else None
+    if experts is None:
+        return f"ep {layout.ep} requires a model with experts"
+    if layout.zero_stage < 2:
+        return f"ep {layout.ep} requires dp_shard above 1 with zero_stage 2 or 3"
+    if experts.num_experts % layout.ep:
+        return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
+    if layout.dp_shard * layout.cp % layout.ep:
+        return f"dp_shard {layout.dp_shard} x cp {layout.cp} is not divisible by ep {layout.ep}"
     return None
 
 
@@ -319,6 +340,7 @@ LAYOUT_RULES = make_rules(
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
     ("experts", "layout.tp layout.cp precision.level", _experts_layout),
+    ("expert-parallel", "layout", _expert_parallel),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),

@@ -151,6 +151,7 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "cp": layout.cp,
         "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
+        "ep": layout.ep,
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),

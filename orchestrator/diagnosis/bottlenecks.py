@@ -404,7 +404,7 @@ def _more_workers(case: DiagnosedCase) -> str:
     others = [_own_workers(change.candidate, case.roles) for change in case.changes]
     if not workers or any((other or 0) > workers for other in others):
         return ""
-    return f"no candidate has more than {workers} loading processes: add {2 * workers} to num_workers"
+    return f"no candidate has more than {workers} data loader workers: add {2 * workers} to num_workers"
 
 
 def _shorter_bubbles(case: DiagnosedCase) -> list[KnobChange]:
@@ -484,8 +484,8 @@ def _io_evidence(case: DiagnosedCase) -> list[str]:
         return [report.verdict]
     if case.trial.candidate.loader.tuning is not None or (num_workers := _num_workers(case)) is None:
         return []
-    words = {0: "no loading processes", 1: "one loading process"}
-    return [words.get(num_workers, f"{num_workers} loading processes")]
+    words = {0: "no data loader workers", 1: "one data loader worker"}
+    return [words.get(num_workers, f"{num_workers} data loader workers")]
 
 
 def _num_workers(case: DiagnosedCase) -> int | None:

@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments
 from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, either_dash, is_specified
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     all_of,
     betas,
@@ -453,6 +454,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.rope_theta", "model_spec.rope_theta"),
     option(f"{LLAMA}.norm_eps", "model_spec.norm_eps"),
     NO_EXPERTS,
+    NO_EXPERT_PARALLEL,
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
         (DTYPE, COMPUTE, "training.mixed_precision_reduce"),
@@ -483,9 +485,7 @@ ROWS: tuple[Setting, ...] = (
         _read_loader,
     ),
     lacking("loader.full_batch", "every rank reads only its own rows"),
-    left_to_script(
-        "loader.tuning", "the loader is not tuned automatically: set the values found, which the report shows"
-    ),
+    left_to_script("loader.tuning", "the loader is not tuned automatically: set the values from the report"),
     option(f"{OPTIMIZER}.lr", "optimizer.lr"),
     betas("optimizer.betas", tuple),
     option(f"{OPTIMIZER}.eps", "optimizer.eps"),

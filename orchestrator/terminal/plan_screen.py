@@ -194,7 +194,7 @@ def render_usual(ranking: UsualRanking, unpredicted: str) -> RenderableType:
         between = f"{one.low:.2f}x to {one.high:.2f}x"
         table.add_row(str(one.number), short_name(one.candidate), f"{one.gain:.2f}x", between, *fits)
     order = "; ordered by speed-up x probability of fitting" if has_limit else ""
-    note = f"speed-up over the baseline: median over programs, and range of two out of three{order}"
+    note = f"speed-up over the baseline: median over programs, and the range that covers two out of three{order}"
     return Group(
         head, Text(""), table, Text(note, style="dim"), render_legend(legend(one.candidate for one in ranking.top))
     )
@@ -364,11 +364,18 @@ def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
     if verdict.on_cpu:
         yield Text(TENSORS_ALONE, style="dim")
     yield _memory_dry_run(verdict, result)
+    if verdict.crowded_bytes is not None:
+        yield _worst_case(verdict.crowded_bytes, verdict.limit_bytes)
     if result.host_bytes:
         yield Text(f"offloaded: up to {num_bytes(result.host_bytes)} of host memory per rank")
     yield _work(result)
     how = "extrapolated from smaller models" if result.extrapolated else "all layers simulated"
     yield Text(f"{how}; {result.cpu_s:.1f} CPU-seconds", style="dim")
+
+
+def _worst_case(needed_bytes: int, limit_bytes: int | None) -> Text:
+    text = f"experts: tokens divided equally over ranks; a rank that gets them all needs {num_bytes(needed_bytes)} "
+    return Text.assemble(text, _word(needed_bytes, limit_bytes))
 
 
 def _judgement(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Text:
@@ -472,7 +479,7 @@ def render_probe(probed: Probed) -> RenderableType:
     """One line per node, the network's rates, and the slow nodes with their slowest figure."""
     profile = probed.profile
     count = units.count(len(profile.nodes), "node")
-    head = Text.assemble((count, "bold"), f" with {profile.hardware} each; a node counts with its slowest device")
+    head = Text.assemble((count, "bold"), f" with {profile.hardware} each; each node is rated by its slowest device")
     parts: list[RenderableType] = [head, _devices(probed)]
     if any(node.all_reduce or node.transfer for node in profile.nodes):
         parts.append(_links(profile))

@@ -50,6 +50,7 @@ from trials.parallel.data_parallel import (
     take_in_gradients,
     uses_fsdp,
 )
+from trials.parallel.experts import apply_expert_parallel
 from trials.parallel.mesh import (
     DATA_AXES,
     HeldTensor,
@@ -57,7 +58,9 @@ from trials.parallel.mesh import (
     flat_mesh,
     gradients_of,
     init_parameters,
+    local_part,
     perturb_parameters,
+    plain_name,
 )
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
 from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
@@ -308,6 +311,12 @@ class Gradients:
         self._partial = [one for one in self.held if one.is_partial]
         parameters = [parameter for part in parts for parameter in part.model.parameters()]
         self._tensor_parallel = [parameter for parameter in parameters if _is_tensor_parallel(parameter)]
+        self._summed = [
+            (parameter, part.shard_map.summed[plain_name(name)])
+            for part in parts
+            for name, parameter in part.model.named_parameters()
+            if plain_name(name) in part.shard_map.summed
+        ]
         self._by_replicas: dict[int, list[HeldTensor]] = {}
         for one in self.held:
             self._by_replicas.setdefault(one.num_replicas, []).append(one)
@@ -317,7 +326,11 @@ class Gradients:
         """Complete every gradient: summed over the tensor-parallel group, and placed like its parameter.
 
         Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the embedding).
+        Experts see the tokens of all ranks of their group, but data parallelism averages over those with the same ones.
         """
+        for parameter, number in self._summed:
+            if parameter.grad is not None:
+                local_part(parameter.grad).div_(number)
         if self._partial:
             _sum_in_place(gradients_of(self._partial), self._group)
         for parameter in self._tensor_parallel:
@@ -867,6 +880,9 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    if layout.ep > 1:
+        assert mesh is not None
+        shard_map = apply_expert_parallel(model, mesh)
     chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
         _choose_attention(model, spec, mesh, device)

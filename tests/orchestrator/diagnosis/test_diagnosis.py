@@ -267,12 +267,12 @@ def test_custom_knobs_answer_by_what_their_name_means():
     outcomes = [measured(s, breakdown=clock, findings=script) for s in (1.0, 0.8, 0.7)]
     explained = explain_sweep(sweep(workers, outcomes), Basis(candidates=tuple(workers)))
     found = explained.baseline.bottleneck
-    assert (found.kind, found.evidence) == ("io", ("no loading processes",))
+    assert (found.kind, found.evidence) == ("io", ("no data loader workers",))
     assert (found.remedy.changed, found.remedy.trial) == ({knob: (0, 4)}, 2)
     assert "num_workers" not in found.fixed and "pin_memory" in found.fixed
     assert explained.chosen.changed == {knob: (0, 4)}
     assert explained.chosen.bottleneck.note.endswith(
-        "no candidate has more than 4 loading processes: add 8 to num_workers"
+        "no candidate has more than 4 data loader workers: add 8 to num_workers"
     )
     unknown = explain_sweep(sweep([Candidate()], outcomes[:1]), Basis()).bottleneck
     assert unknown.evidence == (), "what the program does by itself is not known"

@@ -112,6 +112,15 @@ BROKEN_WHEN = {
         and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
     ),
     "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level == "O1-fp8"),
+    "expert-parallel": lambda c, w: (
+        c.layout.ep > 1
+        and (
+            w.model.experts is None
+            or c.layout.zero_stage not in (2, 3)
+            or 4 % c.layout.ep > 0
+            or c.layout.dp_shard * c.layout.cp % c.layout.ep > 0
+        )
+    ),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
         c.layout.cp > 1
