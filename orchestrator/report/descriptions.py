@@ -465,7 +465,9 @@ def _experts(loads: Sequence[ExpertLoad]) -> str:
     mean = statistics.fmean(load.busiest for load in loads)
     where = f"{worst.busiest:.2f}x in layer {worst.layer} ({worst.busiest_on_rank:.2f}x on rank {worst.rank})"
     idle = units.count(sum(load.num_idle for load in loads), "idle expert")
-    return f"load of experts, busiest over mean: {mean:.2f}x on average over layers, {where}; {idle}"
+    busiest = max(load.busiest_rank for load in loads)
+    waits = f"; the busiest expert-parallel rank has {busiest:.2f}x the mean" if busiest > 1 else ""
+    return f"load of experts, busiest over mean: {mean:.2f}x on average over layers, {where}; {idle}{waits}"
 
 
 def _is_in_trouble(device: DeviceHealth) -> bool:
@@ -525,6 +527,7 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
         values |= {
             "busiest_expert": max(load.busiest for load in findings.experts),
             "busiest_expert_of_rank": max(load.busiest_on_rank for load in findings.experts),
+            "busiest_expert_rank": max(load.busiest_rank for load in findings.experts),
             "num_idle_experts": sum(load.num_idle for load in findings.experts),
         }
     if findings.graph is not None:
