@@ -41,6 +41,10 @@ class OperatorTime:
     """Seconds on the accelerator; 0 on CPUs."""
     share: float
     """Fraction of the time of all operators, on the accelerator if there is one."""
+    num_flops: float = 0.0
+    """FLOPs of the calls of one step; 0 if they are unknown or none."""
+    num_bytes: float = 0.0
+    """Bytes of their operands; 0 if the work of any call is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -662,6 +666,8 @@ class ExpertLoad:
     rank: int
     busiest_on_rank: float
     """The same as ``busiest`` for the tokens of ``rank`` alone; of a gang, the rank where it is largest."""
+    busiest_rank: float = 1.0
+    """Tokens of the busiest expert-parallel rank over the mean of these ranks; 1 if all do the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

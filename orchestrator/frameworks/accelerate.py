@@ -384,9 +384,7 @@ _RUN: tuple[Setting, ...] = (
     option("loader.pin_memory", f"{ARGUMENTS}:dataloader_pin_memory"),
     option("loader.persistent_workers", f"{ARGUMENTS}:dataloader_persistent_workers"),
     lacking("loader.full_batch", "every rank reads only its own rows"),
-    left_to_script(
-        "loader.tuning", "the loader is not tuned automatically: set the values found, which the report shows"
-    ),
+    left_to_script("loader.tuning", "the loader is not tuned automatically: set the values from the report"),
     custom(
         ("kernels.compile", "kernels.backend", "kernels.compile_mode"),
         (_BACKEND, _MODE, _REGIONAL, _COMPILE, f"{_COMPILE}_backend", f"{_COMPILE}_mode"),

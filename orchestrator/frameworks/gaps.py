@@ -73,7 +73,7 @@ def refuse_stages(builder: SettingsBuilder, message: str) -> None:
     """Reject the layout's stages, and with them numbers of layers per stage, whose meaning would differ."""
     builder.refuse("layout.stage_layers", message)
     if builder.candidate.recompute != Recompute():
-        builder.refuse("recompute", "the numbers of layers belong to other stages")
+        builder.refuse("recompute", "the numbers of recomputed layers refer to other stages")
 
 
 def num_microbatches(builder: SettingsBuilder) -> int:

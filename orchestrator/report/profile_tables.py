@@ -184,6 +184,8 @@ def _operators(ranks: tuple[RankProfile, ...]) -> tuple[OperatorTime, ...]:
             cpu_s=sum(operator.cpu_s for operator in found) / len(ranks),
             device_s=sum(operator.device_s for operator in found) / len(ranks),
             share=sum(operator.share for operator in found) / len(ranks),
+            num_flops=sum(operator.num_flops for operator in found) / len(ranks),
+            num_bytes=sum(operator.num_bytes for operator in found) / len(ranks),
         )
         for name, found in by_name.items()
     ]
@@ -346,7 +348,7 @@ def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterato
     first = tables.ranks[0]
     yield _table(
         title=f"Step time breakdown (mean of steps {first.first_step} to {first.last_step})",
-        heads=("rank", "step", "computation", "communication", "uncovered", "free"),
+        heads=("rank", "step", "computation", "communication", "exposed", "idle"),
         rows=[_times_row(profile, tables) for profile in tables.ranks],
         num_words=1,
     )
