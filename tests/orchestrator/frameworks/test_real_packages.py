@@ -78,7 +78,7 @@ def as_typed(value, fact):
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_real_package_accepts_every_export_and_reads_it_as_we_do(name, tmp_path):
     skip_without(*NEEDS[name])
-    made = written(name, configurations(60, seed=1), tmp_path)
+    made = written(name, configurations(90, seed=1), tmp_path)
     assert len(made) >= 5
     answer = run("tests.orchestrator.frameworks.real_packages", name, tmp_path)
     assert sorted(answer["said"]) == sorted(made)
