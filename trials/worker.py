@@ -31,7 +31,7 @@ if _problem := torch_support.problem(torch_support.installed_version()):
     raise ImportError(_problem)
 
 from trials import sizes
-from trials.accelerator.device import device_name, is_host, open_device
+from trials.accelerator.device import MemoryPeaks, device_name, is_host, open_device
 from trials.datasets import Share, StepBatches, build_dataset, stream_batches, tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import from_json, to_json, write_json
@@ -49,6 +49,7 @@ from trials.sizes import coordinates, data_parallel_rank
 from trials.spec import Loader, Protocol, TrialSpec
 from trials.training.loop import Trainer, choose_memory_format, max_over_ranks
 from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
+from trials.training.tensors import peak_of_step
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -154,6 +155,11 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
         trainer.wait_for_values()
+        peaks = memory.peaks()
+        if is_host(device):
+            progress("measuring", step=len(recording.step_times_s))
+            peaks = dataclasses.replace(peaks, allocated=peak_of_step(measurer.run_unrecorded, dataset))
+            trainer.wait_for_values()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)
@@ -166,7 +172,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
-    report = _report(trial, identity, device, recording, memory, findings)
+    report = _report(trial, identity, device, recording, peaks, findings)
     return dataclasses.replace(report, device_memory=own.memory())
 
 
@@ -192,7 +198,7 @@ def _report(
     identity: RankIdentity,
     device: torch.device,
     recording: Recording,
-    memory: PeakMemory,
+    memory: MemoryPeaks,
     findings: Findings,
 ) -> RankReport:
     """Combine all records into the rank's report."""
@@ -203,8 +209,8 @@ def _report(
         tokens_per_step=workload.tokens_per_step,
         step_times_s=tuple(recording.step_times_s),
         breakdown=recording.breakdown(),
-        peak_allocated_bytes=memory.allocated_bytes(),
-        peak_reserved_bytes=memory.reserved_bytes(),
+        peak_allocated_bytes=memory.allocated,
+        peak_reserved_bytes=memory.reserved,
         num_warmup_steps=len(recording.warmup_times_s),
         losses=tuple(result.loss for result in recording.results),
         grad_norms=tuple(result.grad_norm for result in recording.results),
