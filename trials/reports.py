@@ -41,6 +41,10 @@ class OperatorTime:
     """Seconds on the accelerator; 0 on CPUs."""
     share: float
     """Fraction of the time of all operators, on the accelerator if there is one."""
+    num_flops: float = 0.0
+    """FLOPs of the calls of one step; 0 if they are unknown or none."""
+    num_bytes: float = 0.0
+    """Bytes of their operands; 0 if the work of any call is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from orchestrator.diagnosis.remedies import (
     meaning,
     memory_text,
 )
+from orchestrator.diagnosis.roofline import Roof, far_operators
 from orchestrator.diagnosis.values import PART_NAMES, Bottleneck, Kind, KnobEffect, Part, PartName, Source, StepParts
 from orchestrator.sweep.events import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
@@ -350,6 +351,8 @@ class DiagnosedCase:
     effects: Sequence[KnobEffect]
     roles: Mapping[str, str]
     """Maps custom knobs to built-in ones, as in the sweep file."""
+    roof: Roof | None = None
+    """What the device can do at most; None if unknown."""
 
     @property
     def measurement(self) -> Measurement:
@@ -727,6 +730,8 @@ def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
     if found[0].source != "modelled" and _is_fp32(case):
         lines.append("all in fp32 (O0)")
     lines += _recompilations(case)
+    if case.profile is not None and case.roof is not None:
+        lines += far_operators(case.profile.busiest, case.trial.candidate, case.roof)
     if (share := case.parts.share("optimizer")) >= MIN_SHOWN:
         layout = case.trial.candidate.layout
         advice = ": dp_shard would divide it among ranks" if layout.dp_replicate > 1 else ""

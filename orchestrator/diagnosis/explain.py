@@ -14,6 +14,7 @@ from orchestrator.diagnosis.advice import Observed, advise
 from orchestrator.diagnosis.bottlenecks import DiagnosedCase, ProfileOf, diagnose, profiles_of, split
 from orchestrator.diagnosis.effects import main_effects, tabulate
 from orchestrator.diagnosis.remedies import ConfirmedRatio, KnobChange, ModelView, changes, meaning, sample, spread
+from orchestrator.diagnosis.roofline import roof_of
 from orchestrator.diagnosis.values import (
     Diagnosis,
     KnobEffect,
@@ -217,6 +218,7 @@ class _Diagnoser:
             limit_bytes=self.limit_bytes,
             effects=self._effects,
             roles=self._basis.roles,
+            roof=roof_of(trial.candidate, self._basis.knowledge.profile, self._basis.topology),
         )
         advice = advise(self._observed(trial))
         baseline = self._state.baseline

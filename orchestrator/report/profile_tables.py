@@ -184,6 +184,8 @@ def _operators(ranks: tuple[RankProfile, ...]) -> tuple[OperatorTime, ...]:
             cpu_s=sum(operator.cpu_s for operator in found) / len(ranks),
             device_s=sum(operator.device_s for operator in found) / len(ranks),
             share=sum(operator.share for operator in found) / len(ranks),
+            num_flops=sum(operator.num_flops for operator in found) / len(ranks),
+            num_bytes=sum(operator.num_bytes for operator in found) / len(ranks),
         )
         for name, found in by_name.items()
     ]

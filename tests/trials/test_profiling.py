@@ -175,6 +175,40 @@ def test_with_an_accelerator_operators_count_by_the_kernels_they_launch():
     ]
 
 
+def shaped(name, start_us, end_us, shapes, types):
+    args = {"Input Dims": shapes, "Input type": types}
+    return {**event(name, "cpu_op", start_us, end_us, 1), "args": args}
+
+
+def test_operators_have_the_least_work_of_their_inputs():
+    bf16, heads = "c10::BFloat16", [2, 4, 128, 16]
+    found = {
+        one.name.removeprefix("aten::"): (one.num_flops, one.num_bytes)
+        for one in top_operators(
+            [
+                shaped("aten::mm", 0, 9, [[8, 16], [16, 32]], ["float", "float"]),
+                shaped("aten::mm", 10, 19, [[8, 16], [16, 32]], ["float", "float"]),
+                shaped("aten::addmm", 20, 29, [[32], [8, 16], [16, 32], [], []], [bf16] * 3 + ["Scalar"] * 2),
+                shaped("aten::bmm", 30, 35, [[3, 8, 16], [3, 16, 32]], ["float", "float"]),
+                shaped("aten::_scaled_dot_product_flash_attention_for_cpu", 36, 40, [heads] * 3, [bf16] * 3),
+                shaped("aten::add_", 41, 45, [[64], [64], []], ["float", "float", "Scalar"]),
+                shaped("aten::convolution", 46, 50, [[1, 3, 8, 8], [4, 3, 3, 3]], ["float", "float"]),
+                call("aten::mul", 51, 55),
+            ],
+            PROFILE_TRACE_STEPS[:1],
+        )
+    }
+    assert found == {
+        "mm": (2 * 2 * 8 * 16 * 32, 2 * 4 * (8 * 16 + 16 * 32)),
+        "addmm": (2 * 8 * 16 * 32, 2 * (32 + 8 * 16 + 16 * 32)),
+        "bmm": (3 * 2 * 8 * 16 * 32, 3 * 4 * (8 * 16 + 16 * 32)),
+        "_scaled_dot_product_flash_attention_for_cpu": (4 * 2 * 4 * 128 * 128 * 16, 3 * 2 * 2 * 4 * 128 * 16),
+        "add_": (0, 2 * 64 * 4),
+        "convolution": (0, 0),
+        "mul": (0, 0),
+    }
+
+
 def test_a_list_of_operators_has_an_end():
     assert len(top_operators([call(f"aten::op{i}", i, i + 1) for i in range(99)], PROFILE_TRACE_STEPS)) == MAX_OPERATORS
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trials.failure import InfeasibleSpec
+from trials.profiling.operator_work import Work, work_of
 from trials.reports import IdleGap, OperatorTime, StepTimes
 from trials.spec import Layout, ProfileSpec, Protocol
 
@@ -295,6 +296,17 @@ class _Sum:
     num_calls: int = 0
     cpu_us: float = 0.0
     device_us: float = 0.0
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    is_known: bool = True
+    """Whether the work of all calls is known."""
+
+    def add(self, work: Work | None) -> None:
+        if work is None:
+            self.is_known = False
+        else:
+            self.flops += work.flops
+            self.num_bytes += work.num_bytes
 
 
 def top_operators(events: Iterable[Event], steps_us: Sequence[Interval]) -> tuple[OperatorTime, ...]:
@@ -310,6 +322,7 @@ def top_operators(events: Iterable[Event], steps_us: Sequence[Interval]) -> tupl
             entry.num_calls += 1
             entry.cpu_us += own_us
             entry.device_us += launched_us
+            entry.add(work_of(operator["name"], operator.get("args", {})))
     return _longest(sums, len(steps_us), on_device=any(entry.device_us for entry in sums.values()))
 
 
@@ -381,6 +394,8 @@ def _longest(sums: Mapping[str, _Sum], num_steps: int, *, on_device: bool) -> tu
             cpu_s=entry.cpu_us / 1e6 / num_steps,
             device_s=entry.device_us / 1e6 / num_steps,
             share=own_us(entry) / total_us,
+            num_flops=entry.flops / num_steps if entry.is_known else 0.0,
+            num_bytes=entry.num_bytes / num_steps if entry.is_known else 0.0,
         )
         for name, entry in longest
     )
