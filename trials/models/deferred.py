@@ -64,7 +64,7 @@ class NotRecordableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _StorageView:
     """A tensor as a part of a storage, by the storage's number."""
 
     storage: int
@@ -75,14 +75,14 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Recorded:
     """An operator that creates or changes storages."""
 
     func: Any
     arguments: list[Any]
     """Leaves of its arguments, fake tensors as views."""
     tree: Any
-    outputs: list[_View | None]
+    outputs: list[_StorageView | None]
     """Leaves of its result."""
 
 
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
-        self._calls: list[_Call] = []
+        self._calls: list[_Recorded] = []
         self._writers: list[list[int]] = []
         """Calls that create or change each storage, by number."""
         self._is_written: list[bool] = []
@@ -115,10 +115,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [self._view(leaf, may_be_new=True) if is_fake(leaf) else None for leaf in tree_leaves(result)]
         changed = set(range(num_known, len(self._held))) | self._changed(func, args, kwargs)
         if changed:
-            self._record(_Call(func, found, tree, outputs), changed, num_known)
+            self._record(_Recorded(func, found, tree, outputs), changed, num_known)
         return result
 
-    def _record(self, call: _Call, changed: set[int], num_known: int) -> None:
+    def _record(self, call: _Recorded, changed: set[int], num_known: int) -> None:
         if any(
             isinstance(leaf, torch.Generator | torch.UntypedStorage | torch.TypedStorage) for leaf in call.arguments
         ):
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     changed |= {self._view(leaf).storage for leaf in tree_leaves(value) if is_fake(leaf)}
         return changed
 
-    def _view(self, tensor: Tensor, *, may_be_new: bool = False) -> _View:
+    def _view(self, tensor: Tensor, *, may_be_new: bool = False) -> _StorageView:
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
@@ -152,7 +152,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise NotRecordableError("it has a tensor of unknown origin")
             number = self._numbers[storage._cdata] = len(self._held)
             self._held.append(storage)
-        return _View(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+        return _StorageView(
+            number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
+        )
 
     def check(self, module: nn.Module) -> None:
         """Check that all tensors of the recorded module can be computed.
@@ -190,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number in self._writers[storages.pop()]:
                 if number not in calls:
                     calls.add(number)
-                    read = {leaf.storage for leaf in self._calls[number].arguments if isinstance(leaf, _View)}
+                    read = {leaf.storage for leaf in self._calls[number].arguments if isinstance(leaf, _StorageView)}
                     storages += read - seen
                     seen |= read
         return calls
@@ -220,14 +222,14 @@ def _is_used(storage: torch.UntypedStorage) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 1)
 
 
-def _as_base(made: Tensor, view: _View) -> Tensor:
+def _as_base(made: Tensor, view: _StorageView) -> Tensor:
     """Return the storage of a new tensor, flat, with the strides of the fake one."""
     if tuple(made.stride()) != view.stride:
         made = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=made.device).copy_(made)
     return made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
 
 
-def _of_view(view: _View, bases: dict[int, Tensor]) -> Tensor:
+def _of_view(view: _StorageView, bases: dict[int, Tensor]) -> Tensor:
     base = bases[view.storage]
     if base.dtype != view.dtype:
         base = base.view(view.dtype)
@@ -235,7 +237,7 @@ def _of_view(view: _View, bases: dict[int, Tensor]) -> Tensor:
 
 
 def _real(leaf: Any, bases: dict[int, Tensor]) -> Any:
-    if isinstance(leaf, _View):
+    if isinstance(leaf, _StorageView):
         return _of_view(leaf, bases)
     return leaf.clone() if isinstance(leaf, Tensor) else leaf  # a later operator may change it
 

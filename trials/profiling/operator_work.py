@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Work(NamedTuple):
+class LeastWork(NamedTuple):
     """FLOPs and bytes that a call cannot do without."""
 
     flops: float
@@ -37,7 +37,7 @@ _STREAMS = (
 """Operators that read and write each element about once, in place or not: only their bytes count."""
 
 
-def work_of(name: str, arguments: Mapping[str, Any]) -> Work | None:
+def work_of(name: str, arguments: Mapping[str, Any]) -> LeastWork | None:
     """Return the least work of a call with these arguments of its event; None if unknown."""
     shapes, types = arguments.get("Input Dims"), arguments.get("Input type")
     if not isinstance(shapes, Sequence) or not isinstance(types, Sequence) or len(shapes) != len(types):
@@ -55,7 +55,7 @@ def work_of(name: str, arguments: Mapping[str, Any]) -> Work | None:
         flops = _attention_flops(name, shapes)
     elif name.removeprefix("aten::").removesuffix("_") not in _STREAMS:
         return None
-    return Work(flops, float(sum(sizes))) if sizes else None
+    return LeastWork(flops, float(sum(sizes))) if sizes else None
 
 
 def _attention_flops(name: str, shapes: Sequence[Sequence[int]]) -> float:

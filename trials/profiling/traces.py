@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trials.failure import InfeasibleSpec
-from trials.profiling.operator_work import Work, work_of
+from trials.profiling.operator_work import LeastWork, work_of
 from trials.reports import IdleGap, OperatorTime, StepTimes
 from trials.spec import Layout, ProfileSpec, Protocol
 
@@ -301,7 +301,7 @@ class _Sum:
     is_known: bool = True
     """Whether the work of all calls is known."""
 
-    def add(self, work: Work | None) -> None:
+    def add(self, work: LeastWork | None) -> None:
         if work is None:
             self.is_known = False
         else:
