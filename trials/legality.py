@@ -85,8 +85,12 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
-    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size must be at least 1"
+    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep)
+    return (
+        None
+        if min(*degrees, layout.num_virtual_stages, candidate.micro_batch_size) >= 1
+        else "degrees and micro_batch_size must be at least 1"
+    )
 
 
 def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
@@ -207,12 +211,32 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
 
 def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
     """Matrices of experts are neither columns of one product nor linear modules."""
-    if not has_experts(workload.model):
+    experts = workload.model.experts if isinstance(workload.model, LlamaModel) else None
+    if experts is None:
         return None
     if candidate.layout.tp > 1:
         return f"tp {candidate.layout.tp}: mixtures of experts are not split by tensor parallelism; use tp 1"
     if candidate.precision.level == LEVEL:
         return f"precision {LEVEL} does not support mixtures of experts; use O1 or O2"
+    if candidate.layout.cp > 1 and experts.capacity is not None:
+        return f"cp {candidate.layout.cp}: experts with a capacity need whole sequences; use cp 1 or capacity null"
+    return None
+
+
+def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
+    """Experts are spread over the ranks that shard the other weights."""
+    layout, model = candidate.layout, workload.model
+    if layout.ep == 1:
+        return None
+    experts = model.experts if isinstance(model, LlamaModel) else None
+    if experts is None:
+        return f"ep {layout.ep} requires a model with experts"
+    if layout.zero_stage < 2:
+        return f"ep {layout.ep} requires dp_shard above 1 with zero_stage 2 or 3"
+    if experts.num_experts % layout.ep:
+        return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
+    if layout.dp_shard * layout.cp % layout.ep:
+        return f"dp_shard {layout.dp_shard} x cp {layout.cp} is not divisible by ep {layout.ep}"
     return None
 
 
@@ -315,7 +339,8 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
-    ("experts", "layout.tp precision.level", _experts_layout),
+    ("experts", "layout.tp layout.cp precision.level", _experts_layout),
+    ("expert-parallel", "layout", _expert_parallel),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
@@ -420,16 +445,15 @@ def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None
     return next((problem for problem in map(pattern_problem, patterns) if problem), None)
 
 
-def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
-    recompute = candidate.recompute
-    if candidate.kernels.compile == "off" or not (recompute.selective or recompute.communication):
+def _communication_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.kernels.compile == "off" or not candidate.recompute.repeats_gathers:
         return None
-    return "recompute of selected operators or of communication requires compile off; full recompute supports compile"
+    return "recompute of communication requires compile off; full and selective recompute support compile"
 
 
 def _recompute_communication(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    if not candidate.recompute.communication:
+    if not candidate.recompute.repeats_gathers:
         return None
     if layout.tp > 1 and layout.sequence_parallel and layout.tp_engine == "local":
         return None
@@ -450,9 +474,10 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
     layout = candidate.layout
     if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
         return None
-    if not any(map(any, candidate.recompute.full)):
+    counts = (candidate.recompute.full, *(part.num_layers for part in candidate.recompute.selective))
+    if not any(any(row) for one in counts for row in one):
         return None
-    return "compile with tp and full recompute requires tp_engine local: torch cannot compile recomputed DTensors"
+    return "compile with tp and recompute requires tp_engine local: torch cannot compile recomputed DTensors"
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
@@ -579,7 +604,7 @@ def _text(counts: Counts) -> str:
 CANDIDATE_RULES = make_rules(
     ("recompute-shape", "layout recompute", _recompute_shape),
     ("recompute-pattern", "recompute", _recompute_patterns),
-    ("recompute-with-compile", "recompute kernels.compile", _recompute_with_compile),
+    ("communication-with-compile", "recompute kernels.compile", _communication_with_compile),
     ("recompute-communication", "layout recompute", _recompute_communication),
     ("compile-with-zbv", "layout.schedule kernels.compile", _compile_with_zbv),
     (
@@ -774,3 +799,5 @@ def _llama_problems(model: LlamaModel) -> Iterator[str]:
             yield f"top_k {experts.top_k} is outside 1..num_experts {experts.num_experts}"
         if not 0 <= experts.num_dense_layers < model.num_layers:
             yield f"num_dense_layers {experts.num_dense_layers} is outside 0..{model.num_layers - 1}"
+        if min(experts.aux_loss, experts.z_loss) < 0 or (experts.capacity is not None and experts.capacity <= 0):
+            yield "aux_loss and z_loss must be at least 0, and capacity above 0"

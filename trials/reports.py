@@ -547,6 +547,8 @@ class PatternEffect:
     """Bytes that it freed at the peak of one micro-batch; 0 if something else keeps the tensors alive."""
     recompute_s: float
     """Seconds per step spent on recomputation."""
+    is_compiled: bool = False
+    """Whether the operators are part of compiled graphs, where their bytes and seconds are not measured apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -652,6 +654,21 @@ class MemoryFormatReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """How unevenly the router of a layer loaded its experts over the measured steps."""
+
+    layer: int
+    """Number of the layer in the whole model."""
+    busiest: float
+    """Tokens of the busiest expert over the mean of all experts, counting the tokens of all ranks."""
+    num_idle: int
+    """Experts without a token on any rank."""
+    rank: int
+    busiest_on_rank: float
+    """The same as ``busiest`` for the tokens of ``rank`` alone; of a gang, the rank where it is largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Everything a rank found out; empty if all such knobs are off."""
 
@@ -662,6 +679,8 @@ class Findings:
     loader: LoaderTuningReport | None = None
     kernel_tuning: KernelTuningReport | None = None
     memory_format: MemoryFormatReport | None = None
+    experts: tuple[ExpertLoad, ...] = ()
+    """Load of the experts per layer; empty for dense models and for balanced routing."""
     rates: tuple[RankRates, ...] = ()
     """Rates of a probe, one entry per rank."""
     profile: tuple[RankProfile, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from trials.accelerator.kinds import DeviceKind
@@ -30,8 +30,19 @@ class Experts:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     balance_rate: float = 1e-3
     """Step per optimiser step of the bias that balances the experts; 0: none."""
+    aux_loss: float = 0.0
+    """Weight of the loss per sequence and layer that balances the experts; 0: none."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits, which keeps them small; 0: none."""
+    capacity: float | None = None
+    """Slots of an expert over the mean number of a sequence's tokens; tokens without a slot skip it. None: no limit."""
     routing: Literal["learned", "balanced"] = "learned"
     """``balanced`` sends tokens to all experts in turn, whatever the scores."""
+
+    @property
+    def slots_per_token(self) -> float:
+        """Rows of routed experts per token: with a capacity, used or not."""
+        return self.top_k if self.capacity is None else self.top_k * self.capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +311,14 @@ class Workload:
         )
 
 
+def with_learned_routing(workload: Workload) -> Workload:
+    """Return the workload as in production: ``routing: balanced`` is for measurements alone."""
+    model = workload.model
+    if not isinstance(model, LlamaModel) or model.experts is None or model.experts.routing == "learned":
+        return workload
+    return replace(workload, model=replace(model, experts=replace(model.experts, routing="learned")))
+
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 """Pipeline schedules. ``zbv`` is the zero-bubble schedule in which rank r holds stages r and 2 pp - 1 - r
 (Qi et al., arXiv 2401.10241)."""
@@ -339,6 +358,9 @@ class Layout:
     schedule: Schedule = "1f1b"
     num_virtual_stages: int = 1
     """Chunks of layers per pipeline rank."""
+    ep: int = field(default=1, metadata=ADDED_LATER)
+    """Expert-parallel degree: number of parts that the experts of a layer are split into. Their ranks are some of those
+    that ``dp_shard`` and ``cp`` already count, and shard the rest of the layer as before."""
     stage_layers: Counts = ()
     """Layers of every stage and chunk; ``()`` exactly when ``pp`` is 1. Stages may be uneven and empty."""
 
@@ -365,6 +387,16 @@ class SelectiveRecompute:
     num_layers: Counts
 
 
+GATHERED = {"attention": ("wqkv", "wq", "wk", "wv"), "feed_forward": ("w13", "w1", "w3")}
+"""Sub-layers that gather sequence shards, with the projections that read what is gathered: the fused one of our models,
+and the ones that other frameworks have instead."""
+
+
+def gather_pattern(sub_layer: str) -> str:
+    """Return the pattern of selective recompute that gathers the inputs of a sub-layer again."""
+    return rf"{sub_layer}\.gather_sequence"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
     """Which activations are recomputed; by default none. Layers count from the start of their chunk.
@@ -376,7 +408,13 @@ class Recompute:
     """Layers that keep only their input."""
     selective: tuple[SelectiveRecompute, ...] = ()
     communication: Counts = ()
-    """Layers that gather their sequence shards again in the backward pass instead of keeping them."""
+    """Layers that gather their sequence shards again in the backward pass instead of keeping them, in all sub-layers.
+    ``selective`` with :func:`gather_pattern` selects one."""
+
+    @property
+    def repeats_gathers(self) -> bool:
+        """Whether sequence shards are gathered again, in all sub-layers or by pattern."""
+        return bool(self.communication) or any("gather_sequence" in part.pattern for part in self.selective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

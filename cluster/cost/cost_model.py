@@ -31,7 +31,7 @@ from cluster.cost.inputs import (
 )
 from cluster.cost.peak_memory import MEMORY_TERMS, stage_bytes
 from cluster.cost.step_time import TIME_TERMS, step_seconds
-from cluster.cost.work import selective_shares, work_of
+from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.legality import holds_plain
 from trials.sizes import matmul_format
@@ -128,7 +128,7 @@ def _experts(model: LlamaModel) -> dict[str, float]:
     return {
         "expert_share": 1 - experts.num_dense_layers / model.num_layers,
         "num_experts": experts.num_experts,
-        "experts_per_token": experts.top_k,
+        "experts_per_token": experts.slots_per_token,
         "expert_ffn": experts.ffn_hidden_size,
         "shared_ffn": experts.shared_ffn_hidden_size,
     }
@@ -151,6 +151,7 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "cp": layout.cp,
         "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
+        "ep": layout.ep,
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
@@ -271,8 +272,9 @@ def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescri
     layers = layout.stage_layers or ((model.num_layers,),)
     full = recompute.full or tuple((0,) * len(row) for row in layers)
     plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
-    dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain)
-    again = sum(map(sum, recompute.communication)) / model.num_layers
+    is_compiled = candidate.kernels.compile != "off"
+    dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain, compiled=is_compiled)
+    again = gathers_repeated(recompute, plain) / model.num_layers
     return {
         "stage_full": _per_stage(recompute.full, layout),
         "stage_dropped": dropped,
@@ -299,7 +301,7 @@ _PARTS = (
     _Part(("layout",), _layout),
     _Part(("layout.zero_stage", "kernels.compile"), _gathering),
     _Part(("layout.tp", "layout.tp_engine", "layout.schedule", "precision.level"), _sums),
-    _Part(("layout", "recompute"), _recompute),
+    _Part(("layout", "recompute", "kernels.compile"), _recompute),
     _Part(("layout", "precision.level"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),
     _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
-from trials.spec import Counts, Experts, LlamaModel, Recompute, Schedule
+from trials.spec import GATHERED, Counts, Experts, LlamaModel, Recompute, Schedule
 
 # ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
 #
@@ -175,6 +175,9 @@ def is_last(x: CostInputs) -> Array:
 
 FLOPS_PER_BYTE = 160.0
 """Matmul FLOPs of current accelerators, at usual efficiencies, per byte read or written."""
+COMPILED_TRAFFIC_SHARE = 0.75
+"""Share of a layer's element-wise traffic left after compiling: norms fused with additions, rotation and gating in one
+pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
 MAX_DROPPED = 0.95
 """Largest share of a layer's kept bytes that can be dropped: its input always stays."""
 
@@ -210,6 +213,13 @@ def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
     }
 
 
+def _fused(operator: Operator, path: str) -> Operator:
+    """Return the operator in a compiled graph: the gate's activation is kept nowhere, and elementwise operators share
+    their reads and writes."""
+    kept = 0.0 if path.endswith(".silu") else operator.kept
+    return Operator(kept, operator.flops, operator.traffic * COMPILED_TRAFFIC_SHARE)
+
+
 def _dense_operators(h: int, f: int) -> dict[str, Operator]:
     return {
         "feed_forward.w13.linear": Operator(2 * f, 4 * h * f),
@@ -221,10 +231,9 @@ def _dense_operators(h: int, f: int) -> dict[str, Operator]:
 
 def _expert_operators(h: int, experts: Experts) -> dict[str, Operator]:
     """Operators of a token's routed experts. Patterns do not reach grouped products, so these have no path."""
-    k = experts.top_k
-    f = k * experts.ffn_hidden_size
+    f = round(experts.slots_per_token * experts.ffn_hidden_size)
     return {
-        "grouped_matmul": Operator(2 * f + k * h, 6 * h * f),
+        "grouped_matmul": Operator(2 * f + round(experts.slots_per_token * h), 6 * h * f),
         "feed_forward.experts.silu": Operator(f, 0, 2 * f),
         "feed_forward.experts.mul": Operator(f, 0, 3 * f),
     }
@@ -239,18 +248,21 @@ def matches(pattern: str, path: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def selective_shares(
-    recompute: Recompute, model: LlamaModel, seq_length: int, plain: Counts
+    recompute: Recompute, model: LlamaModel, seq_length: int, plain: Counts, *, compiled: bool = False
 ) -> tuple[list[float], list[float]]:
     """Return the shares of kept bytes dropped and of work repeated, each per pipeline rank: the mean over its layers
     without full recompute.
 
     Args:
         plain: numbers of those layers, ``[chunk][stage]``.
+        compiled: whether the layers are compiled.
     """
     num_stages = len(plain[0])
     if not recompute.selective:
         return [0.0] * num_stages, [0.0] * num_stages
     operators = operators_of(model, seq_length)
+    if compiled:
+        operators = {path: _fused(operator, path) for path, operator in operators.items()}
     # The layer's input is also kept.
     all_kept = model.hidden_size + sum(operator.kept for operator in operators.values())
     all_work = sum(operator.work for operator in operators.values())
@@ -262,6 +274,21 @@ def selective_shares(
             dropped[stage] += count / layers * operator.kept / all_kept
             repeated[stage] += count / layers * operator.work / all_work
     return [min(MAX_DROPPED, share) for share in dropped], repeated
+
+
+def gathers_repeated(recompute: Recompute, plain: Counts) -> float:
+    """Return the number of layers that gather their sequence shards again, where each sub-layer is half a layer.
+
+    Args:
+        plain: as for :func:`selective_shares`.
+    """
+    everywhere = recompute.communication or tuple((0,) * len(row) for row in plain)
+    total = 0
+    for name in GATHERED:
+        chosen = [everywhere]
+        chosen += [part.num_layers for part in recompute.selective if matches(part.pattern, f"{name}.gather_sequence")]
+        total += sum(max(column) for rows in zip(*chosen, strict=True) for column in zip(*rows, strict=True))
+    return total / len(GATHERED)
 
 
 def _layers(path: str, recompute: Recompute, plain: Counts) -> list[int]:

@@ -266,10 +266,12 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
 
 NO_EXPERTS = lacking(
     "workload.model.llama.experts",
-    "mixtures of experts are not exported to this format; use torchrun",
+    "mixtures of experts are not exported to this format; use torchrun or megatron",
     severity="error",
 )
 """Setting of formats that describe dense decoders."""
+NO_EXPERT_PARALLEL = lacking("layout.ep", "experts are not exported to this format; use torchrun", severity="error")
+"""The same for the degree that splits them."""
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, if the framework has only one way, which is our default."""
 

@@ -16,7 +16,18 @@ from tests.trials.pairwise import Covering
 from tests.trials.tiny import SHAPE, tiny_spec
 from tests.trials.tiny import WORKLOAD as TWO_LAYERS
 from trials.legality import violations
-from trials.spec import AdamW, Kernels, Layout, LossScale, Offload, Precision, Protocol, Recompute, SelectiveRecompute
+from trials.spec import (
+    AdamW,
+    Kernels,
+    Layout,
+    LossScale,
+    Offload,
+    Precision,
+    Protocol,
+    Recompute,
+    SelectiveRecompute,
+    gather_pattern,
+)
 
 ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
 
@@ -83,11 +94,16 @@ def selective(layout):
     return tuple(SelectiveRecompute(pattern=pattern, num_layers=up_to(2, layout)) for pattern in patterns)
 
 
+def feed_forward_gathers(layout):
+    """In the second layer too, where attention keeps what it gathers."""
+    return (SelectiveRecompute(pattern=gather_pattern("feed_forward"), num_layers=up_to(2, layout)),)
+
+
 RECOMPUTES = {
     "keep": lambda _: Recompute(),
     "full": lambda layout: Recompute(full=up_to(1, layout)),
     "selective": lambda layout: Recompute(selective=selective(layout)),
-    "communication": lambda layout: Recompute(communication=up_to(1, layout)),
+    "communication": lambda layout: Recompute(communication=up_to(1, layout), selective=feed_forward_gathers(layout)),
     "mixed": lambda layout: Recompute(full=up_to(1, layout), selective=selective(layout)),
 }
 PRECISIONS = {
@@ -134,6 +150,13 @@ def workload_of(precision):
     return WIDE if precision.level == "O1-fp8" else WORKLOAD
 
 
+def kernels_of(row):
+    kernels = dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]])
+    # Without AOTAutograd, torch does not let a chosen operator (rms_norm) write in place.
+    is_selective = row["recompute"] in ("selective", "mixed")
+    return dataclasses.replace(kernels, backend="aot_eager") if kernels.compile == "model" and is_selective else kernels
+
+
 def spec_of(row):
     layout, precision = layout_of(row), PRECISIONS[row["precision"]]
     spec = tiny_spec(
@@ -142,7 +165,7 @@ def spec_of(row):
         num_microbatches=NUM_MICROBATCHES[row["batches"]],
         recompute=RECOMPUTES[row["recompute"]](layout),
         precision=precision,
-        kernels=dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]]),
+        kernels=kernels_of(row),
         offload=OFFLOADS[row["offload"]],
     )
     return dataclasses.replace(spec, protocol=THREE_STEPS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import pkgutil
 import tempfile
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tests.trials.test_parity import NEUTRAL, name_of, tolerances
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
-from trials.spec import Experts
+from trials.spec import Experts, with_learned_routing
 
 EXPERTS = Experts(
     num_experts=4,
@@ -26,12 +28,14 @@ EXPERTS = Experts(
     shared_ffn_hidden_size=16,
     num_dense_layers=1,
     scores="sigmoid",
+    aux_loss=0.1,
+    z_loss=0.01,
 )
 REFERENCE = name_of(NEUTRAL)
 
 
-def with_experts(spec):
-    model = dataclasses.replace(spec.workload.model, experts=EXPERTS)
+def with_experts(spec, shape=EXPERTS):
+    model = dataclasses.replace(spec.workload.model, experts=shape)
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model))
 
 
@@ -42,7 +46,20 @@ def legal_specs():
     return {name: spec for name, spec in specs.items() if not list(violations(spec.workload, spec.candidate))}
 
 
-SPECS = legal_specs()
+def with_ep(spec, ep):
+    layout = dataclasses.replace(spec.candidate.layout, ep=ep)
+    return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, layout=layout))
+
+
+def split_specs(specs):
+    """Those of the trials that can also split the experts over 2 or 4 ranks."""
+    both = {f"ep{ep}/{name}": with_ep(spec, ep) for ep in (2, 4) for name, spec in specs.items()}
+    return {name: spec for name, spec in both.items() if not list(violations(spec.workload, spec.candidate))}
+
+
+WHOLE = legal_specs()
+SPLIT = split_specs(WHOLE)
+SPECS = WHOLE | SPLIT
 
 
 def world_size(name):
@@ -55,8 +72,13 @@ def spread(names, count):
     return ordered[:: max(1, len(ordered) // count)][:count]
 
 
-TRIED = [REFERENCE, *spread([name for name in SPECS if world_size(name) <= 4 and name != REFERENCE], 24)]
-USUAL = spread([name for name in TRIED[1:] if world_size(name) <= 2], 8)
+SPLIT_USUAL = [name for name in SPLIT if name.startswith(("ep2/zero3/m4/mixed/O0", "ep2/zero2/m1/O1-fp16/block"))]
+TRIED = [
+    REFERENCE,
+    *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE], 16),
+    *(name for name in SPLIT if world_size(name) <= 4),
+]
+USUAL = [*spread([name for name in TRIED[1:] if world_size(name) <= 2 and name in WHOLE], 6), *SPLIT_USUAL]
 
 
 @functools.cache
@@ -86,6 +108,83 @@ def test_trains_like_a_single_process(name):
     loss, norm = differences(result_of(name), reference())
     loss_limit, norm_limit = tolerances(SPECS[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
+    """Six experts over four ranks, and three of them over two: each rank holds rows of all."""
+    sharded = spec_of({**NEUTRAL, "dp": "zero3", "cp": "all-gather", "batches": "m2"})
+    shape = dataclasses.replace(EXPERTS, num_experts=6)
+    alone, whole, split = (with_experts(spec, shape) for spec in (spec_of(NEUTRAL), sharded, with_ep(sharded, 2)))
+    (expected,) = run_gang([alone], tmp_path / "alone")
+    for found in run_gang([whole, split], tmp_path, before=check_all):
+        loss, norm = differences(found, expected)
+        assert loss < 1e-5 and norm < 1e-5, (loss, norm)
+
+
+@contextlib.contextmanager
+def planted(owner, name, value):
+    """Replace attribute ``name`` of the module or class that ``owner`` names."""
+    owner = pkgutil.resolve_name(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def no_fault(original):
+    return original
+
+
+def lost_in_dispatch(finish):
+    """The first row that arrives is lost."""
+    return lambda *args: torch.cat([(rows := finish(*args))[:1] * 0, rows[1:]])
+
+
+def back_in_another_order(communicate):
+    return lambda kind, rows, *args: communicate(kind, rows.flip(0), *args)
+
+
+def over_the_wrong_group(apply):
+    """Gradients of experts are averaged as if every data-parallel rank had the same ones."""
+    return lambda model, mesh: dataclasses.replace(apply(model, mesh), summed={})
+
+
+def weighed_before_and_after(send):
+    """Rows are scaled on their way as well as when their results are added."""
+    return lambda exchange, rows, counts: send(exchange, rows * 0.5, counts)
+
+
+def counted_once(num_replicas):
+    """The norm takes experts for parameters that all ranks have."""
+    return lambda parameter, shard, layout: num_replicas(parameter, None, layout)
+
+
+EXCHANGE = "trials.parallel.experts"
+SPLIT_FAULTS = {
+    "none": (EXCHANGE, "finish", no_fault),
+    "a token lost in dispatch": (EXCHANGE, "finish", lost_in_dispatch),
+    "results of other tokens": (EXCHANGE, "communicate", back_in_another_order),
+    "gradients over the wrong group": ("trials.training.loop", "apply_expert_parallel", over_the_wrong_group),
+    "weight before and after": (f"{EXCHANGE}:RowExchange", "send", weighed_before_and_after),
+    "norm of other experts missing": ("trials.parallel.mesh", "num_replicas", counted_once),
+}
+
+
+@pytest.mark.slow
+def test_faults_in_the_exchange_show(tmp_path):
+    """In one gang, a trial with each fault: against one process, all differ but the one without."""
+    spec = with_ep(with_experts(spec_of({**NEUTRAL, "dp": "zero3", "recompute": "full"})), 2)
+    around = [functools.partial(planted, *fault) for fault in SPLIT_FAULTS.values()]
+    found = run_gang([spec] * len(around), tmp_path, around=around)
+    is_seen = {}
+    for name, result in zip(SPLIT_FAULTS, found, strict=True):
+        loss, norm = differences(result, reference())
+        is_seen[name] = loss > 1e-5 or norm > 1e-5
+    assert is_seen == {name: name != "none" for name in SPLIT_FAULTS}
 
 
 def layer(shape=EXPERTS, seed=0):
@@ -120,11 +219,75 @@ def gradients(made, compute, x):
 
 
 def test_a_layer_computes_each_token_by_its_experts():
-    made, x = layer(), torch.randn(2, 7, 8)
+    made, x = layer(dataclasses.replace(EXPERTS, aux_loss=0.0, z_loss=0.0)), torch.randn(2, 7, 8)
     torch.testing.assert_close(made(x), by_loop(made, x))
     expected = gradients(made, functools.partial(by_loop, made), x)
     for name, gradient in gradients(made, made, x).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def by_loop_with_losses(made, x):
+    """What the layer computes, and its losses, written down as in the papers."""
+    losses = []
+    for sequence in x:
+        logits = sequence @ made.router.weight.T
+        scores = logits.sigmoid()
+        chosen = scores.topk(EXPERTS.top_k).indices
+        share = scores / scores.sum(-1, keepdim=True)
+        for expert in range(EXPERTS.num_experts):
+            f = EXPERTS.num_experts * (chosen == expert).sum() / (EXPERTS.top_k * len(sequence))
+            losses.append(EXPERTS.aux_loss * f * share[:, expert].mean() / len(x))
+        losses += [EXPERTS.z_loss * logits.exp().sum(-1).log().square().mean() / len(x)]
+    return torch.stack(losses).sum()
+
+
+def test_the_routers_losses_have_their_gradient_and_no_value():
+    made, x = layer(), torch.randn(2, 7, 8, requires_grad=True)
+    ExpertBalance([made.router], None).scale_losses(0.5)
+    made(x).square().sum().backward()
+    found, x.grad = (x.grad, made.router.weight.grad.clone()), None
+    made.zero_grad()
+    (by_loop(made, x).square().sum() + 0.5 * by_loop_with_losses(made, x)).backward()
+    torch.testing.assert_close(found, (x.grad, made.router.weight.grad), rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_with_parts_of_a_sequence_use_its_load(monkeypatch):
+    """Under context parallelism; the gradients of ranks are averaged."""
+    made, x = layer(), torch.randn(1, 8, 8)
+
+    def gradient(inputs):
+        made.zero_grad()
+        (0.0 * made(inputs)).sum().backward()  # leaves the gradients of the router's losses
+        return made.router.weight.grad.clone()
+
+    whole = gradient(x)
+    _, ids = made.router(x[0])
+    total = experts.counts_of(ids.view(1, -1), EXPERTS.num_experts).float()
+    made.router.sequence_group = object()
+    monkeypatch.setattr(experts, "summed", lambda _counts, _group: total)
+    parts = [gradient(part) for part in x.chunk(2, dim=1)]
+    torch.testing.assert_close(sum(parts) / 2, whole)
+
+
+def test_with_a_capacity_later_tokens_skip_a_full_expert():
+    made = layer(dataclasses.replace(EXPERTS, shared_ffn_hidden_size=0, capacity=0.75))
+    x = torch.randn(3, 8, 8)
+    weights, ids = (found.unflatten(0, (3, 8)) for found in made.router(x.flatten(0, 1), num_sequences=3))
+    expected, dropped = torch.zeros_like(x), 0
+    for number, sequence in enumerate(x):
+        taken = [0] * EXPERTS.num_experts
+        for position, token in enumerate(sequence):
+            for weight, expert in zip(weights[number, position], ids[number, position].tolist(), strict=True):
+                taken[expert] += 1
+                if taken[expert] > 3:  # three quarters of 8 tokens x 2 / 4 experts
+                    dropped += 1
+                    continue
+                gate, up = (token @ made.experts.w13[expert]).chunk(2)
+                expected[number, position] += weight * ((torch.nn.functional.silu(gate) * up) @ made.experts.w2[expert])
+    assert dropped
+    torch.testing.assert_close(made(x), expected)
+    ample = layer(dataclasses.replace(EXPERTS, capacity=4.0))
+    torch.testing.assert_close(ample(x), layer()(x))
 
 
 FAULTS = {
@@ -165,9 +328,39 @@ def test_the_bias_evens_out_a_skewed_router():
     for _ in range(150):
         _, ids = router(x)
         router.load.add_(ids.flatten().bincount(minlength=4))
+        balance.reset()
         balance.update()
-        shares.append(balance.shares.max().item())
+        shares.append(balance.loads(0)[0].busiest / 4)
     assert shares[0] > 0.38 and max(shares[-4:]) < 0.35
+
+
+def test_the_load_is_that_of_the_steps_since_the_last_reset():
+    router = Router(8, EXPERTS, layer=3)
+    router.materialize(torch.device("cpu"))
+    balance = ExpertBalance([router], None)
+    assert balance.loads(0) == ()
+    for load in ([99.0, 0.0, 0.0, 0.0], [4.0, 2.0, 2.0, 0.0], [2.0, 0.0, 2.0, 0.0]):
+        if load[0] == 4.0:
+            balance.reset()
+        router.load.copy_(torch.tensor(load))
+        balance.update()
+    (found,) = balance.loads(5)
+    assert (found.layer, found.rank, found.num_idle) == (3, 5, 1)
+    assert found.busiest == found.busiest_on_rank == pytest.approx(6 / 3)
+    assert router.bias.tolist() == pytest.approx([-3e-3, 2e-3, 0.0, 3e-3])
+
+
+def test_a_trial_reports_the_load_of_every_layer():
+    loads = reference().findings.experts
+    assert [load.layer for load in loads] == list(range(1, SPECS[REFERENCE].workload.model.num_layers))
+    assert all(1.0 <= load.busiest <= 2.0 and load.busiest == load.busiest_on_rank for load in loads)
+
+
+def test_the_loss_gate_and_exports_route_as_learned():
+    workload = SPECS[REFERENCE].workload
+    balanced = dataclasses.replace(EXPERTS, routing="balanced")
+    measured = dataclasses.replace(workload, model=dataclasses.replace(workload.model, experts=balanced))
+    assert with_learned_routing(measured) == workload == with_learned_routing(workload)
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -179,6 +372,22 @@ def test_what_cannot_be_trained_is_refused():
         return " ".join(violations(workload, spec.candidate))
 
     assert "num_experts 4" in problems(dataclasses.replace(EXPERTS, top_k=5))
+    assert "capacity" in problems(dataclasses.replace(EXPERTS, capacity=0.0))
     assert "num_dense_layers" in problems(dataclasses.replace(EXPERTS, num_dense_layers=3))
+    sharded = with_experts(spec_of({**NEUTRAL, "dp": "zero3"}))
+    for ep, why in ((4, "dp_shard 2 x cp 1 is not divisible by ep 4"), (3, "num_experts 4 is not divisible by ep 3")):
+        assert why in list(violations(sharded.workload, with_ep(sharded, ep).candidate))
+    assert any("zero_stage 2 or 3" in problem for problem in violations(spec.workload, with_ep(spec, 2).candidate))
+    assert "ep 2 requires a model with experts" in list(
+        violations(spec_of(NEUTRAL).workload, with_ep(spec, 2).candidate)
+    )
     candidate = dataclasses.replace(spec.candidate, layout=dataclasses.replace(spec.candidate.layout, tp=2))
+    limited = dataclasses.replace(model, experts=dataclasses.replace(EXPERTS, capacity=1.5))
+    layout = dataclasses.replace(spec.candidate.layout, cp=2)
+    assert any(
+        "whole sequences" in problem
+        for problem in violations(
+            dataclasses.replace(spec.workload, model=limited), dataclasses.replace(spec.candidate, layout=layout)
+        )
+    )
     assert any("mixtures of experts" in problem for problem in violations(spec.workload, candidate))

@@ -50,6 +50,7 @@ from trials.parallel.data_parallel import (
     take_in_gradients,
     uses_fsdp,
 )
+from trials.parallel.experts import apply_expert_parallel
 from trials.parallel.mesh import (
     DATA_AXES,
     HeldTensor,
@@ -57,6 +58,8 @@ from trials.parallel.mesh import (
     flat_mesh,
     gradients_of,
     init_parameters,
+    local_part,
+    plain_name,
 )
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
 from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
@@ -108,9 +111,11 @@ class Trainer:
             self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
         self.gradients = Gradients(self.parts, self.layout, mesh, device)
         self.balance = _balance(spec, self.parts, mesh)
+        self._rank = 0 if mesh is None else mesh.get_rank()
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self._num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
         self._clip_norm = spec.workload.optimizer.clip_norm
         self._grad_factor: float | Tensor = 1.0
         self.optimizer = build_optimizer(
@@ -134,6 +139,8 @@ class Trainer:
         """
         if self.layout.cp > 1:
             inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
+        if self.balance is not None:
+            self.balance.scale_losses(self._scale() / self._num_microbatches)
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
@@ -208,6 +215,7 @@ class Trainer:
             recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
             autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
             loss_scale=None if self.scaler is None else self.scaler.state(),
+            experts=() if self.balance is None else self.balance.loads(self._rank),
         )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
@@ -233,7 +241,11 @@ def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -
     group = None
     if mesh is not None and layout.dp * layout.cp > 1:
         group = flat_mesh(mesh, DATA_AXES).get_group()
-    return ExpertBalance(routers_in(part.model for part in parts), group)
+    routers = routers_in(part.model for part in parts)
+    if mesh is not None and layout.cp > 1:
+        for router in routers:
+            router.sequence_group = mesh["cp"].get_group()
+    return ExpertBalance(routers, group)
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
@@ -247,6 +259,7 @@ def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEf
                 num_matches=before.num_matches + effect.num_matches,
                 saved_bytes=before.saved_bytes + effect.saved_bytes,
                 recompute_s=before.recompute_s + effect.recompute_s,
+                is_compiled=effect.is_compiled,
             )
         merged[effect.pattern] = effect
     return tuple(merged.values())
@@ -297,6 +310,12 @@ class Gradients:
         self._partial = [one for one in self.held if one.is_partial]
         parameters = [parameter for part in parts for parameter in part.model.parameters()]
         self._tensor_parallel = [parameter for parameter in parameters if _is_tensor_parallel(parameter)]
+        self._summed = [
+            (parameter, part.shard_map.summed[plain_name(name)])
+            for part in parts
+            for name, parameter in part.model.named_parameters()
+            if plain_name(name) in part.shard_map.summed
+        ]
         self._by_replicas: dict[int, list[HeldTensor]] = {}
         for one in self.held:
             self._by_replicas.setdefault(one.num_replicas, []).append(one)
@@ -306,7 +325,11 @@ class Gradients:
         """Complete every gradient: summed over the tensor-parallel group, and placed like its parameter.
 
         Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the embedding).
+        Experts see the tokens of all ranks of their group, but data parallelism averages over those with the same ones.
         """
+        for parameter, number in self._summed:
+            if parameter.grad is not None:
+                local_part(parameter.grad).div_(number)
         if self._partial:
             _sum_in_place(gradients_of(self._partial), self._group)
         for parameter in self._tensor_parallel:
@@ -815,7 +838,9 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
-    recompute_meter = apply_recompute(model, candidate.recompute, chunk)
+    num_passes = candidate.num_microbatches(spec.workload.global_batch_size)
+    num_graph_passes = 0 if candidate.kernels.compile == "off" else num_passes
+    recompute_meter = apply_recompute(model, candidate.recompute, chunk, num_graph_passes=num_graph_passes)
     apply_compile(model, candidate.kernels)
     offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None
@@ -850,6 +875,9 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    if layout.ep > 1:
+        assert mesh is not None
+        shard_map = apply_expert_parallel(model, mesh)
     chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
         _choose_attention(model, spec, mesh, device)
