@@ -1,6 +1,6 @@
 """How well the cost model predicts published measurements of sources it has not seen.
 
-    python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--json]
+    python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--experts] [--json]
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
 source, software, device and number format) calibrate the model for the family's other rows: step times, by the
@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from benchmarks.cost.believed import BelievedMemory, believed_memory
 from benchmarks.cost.families import Family, add_tables, families_of, read_tables
+from benchmarks.published.experts import is_mixture
 from benchmarks.published.table import PublishedRow
 from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD, log_step_predictor
 from cluster.cost.inputs import Array, Prior, load_prior
@@ -301,10 +302,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_tables(parser)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--experts", action="store_true", help="only mixtures of experts")
     parser.add_argument("--draws", type=int, default=NUM_DRAWS)
     parser.add_argument("--processes", type=int, default=NUM_PROCESSES)
     options = parser.parse_args(argv)
     rows, notes = read_tables(options.tables, parser)
+    if options.experts:
+        rows = [row for row in rows if is_mixture(row.fields)]
     result = {**evaluate(rows, options.draws, options.processes), "notes": notes}
     if options.json:
         json.dump(result, sys.stdout, indent=1)
