@@ -156,10 +156,6 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
             recording = measurer.run(_protocol(trial, tuner.last_step))
         trainer.wait_for_values()
         peaks = memory.peaks()
-        if is_host(device):
-            progress("measuring", step=len(recording.step_times_s))
-            peaks = dataclasses.replace(peaks, allocated=peak_of_step(measurer.run_unrecorded, dataset))
-            trainer.wait_for_values()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)
@@ -172,6 +168,9 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
+    if is_host(device):  # after all that is recorded, because it is one more step
+        peaks = dataclasses.replace(peaks, allocated=peak_of_step(measurer.run_unrecorded, dataset))
+        trainer.wait_for_values()
     report = _report(trial, identity, device, recording, peaks, findings)
     return dataclasses.replace(report, device_memory=own.memory())
 

@@ -12,7 +12,6 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import click
 
-from orchestrator import units
 from orchestrator.cli.options import home_option, json_option, print_result, program_options
 from orchestrator.errors import ExitCode
 from orchestrator.process_support import Invocation
@@ -225,7 +224,9 @@ def _run_here(submission: Submission, run: int, as_json: bool, profile_of: int |
             sys.exit(ExitCode.CLUSTER_LOST)
         raise
     if MODE_VARIABLE in os.environ:  # no terminal to print to; `report` shows the result
-        echo(units.with_reason(result.state.status, result.state.finish_reason, ": "), err=True)
+        from orchestrator.units import with_reason
+
+        echo(with_reason(result.state.status, result.state.finish_reason, ": "), err=True)
     else:
         _print(submission, result, as_json, profile_of)
     _exit_by(result)

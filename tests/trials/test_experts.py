@@ -181,7 +181,7 @@ def counted_once(num_replicas):
     return lambda parameter, shard, layout: num_replicas(parameter, None, layout)
 
 
-EXCHANGE = "trials.parallel.experts"
+EXCHANGE = "trials.parallel.expert_parallel"
 SPLIT_FAULTS = {
     "none": (EXCHANGE, "finish", no_fault),
     "a token lost in dispatch": (EXCHANGE, "finish", lost_in_dispatch),

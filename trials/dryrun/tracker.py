@@ -28,8 +28,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import trials.models
 import trials.offload
+<<<<<<< HEAD
 import trials.parallel.experts
 import trials.parallel.mesh
+=======
+import trials.parallel.expert_parallel
+>>>>>>> main
 import trials.precision
 import trials.training.loop
 from trials.dryrun.estimate import CATEGORIES, Category, Peak, Traffic
@@ -537,7 +541,7 @@ def expert_rows(*, crowded: bool) -> Iterator[None]:
         each = [number // size + (rank < number % size) for rank in range(size)]
         return each, each
 
-    with replaced(trials.parallel.experts, "row_splits", splits):
+    with replaced(trials.parallel.expert_parallel, "row_splits", splits):
         yield
 
 

@@ -50,7 +50,7 @@ from trials.parallel.data_parallel import (
     take_in_gradients,
     uses_fsdp,
 )
-from trials.parallel.experts import apply_expert_parallel
+from trials.parallel.expert_parallel import apply_expert_parallel
 from trials.parallel.mesh import (
     DATA_AXES,
     HeldTensor,
