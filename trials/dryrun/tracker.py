@@ -28,12 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import trials.models
 import trials.offload
-<<<<<<< HEAD
-import trials.parallel.experts
-import trials.parallel.mesh
-=======
 import trials.parallel.expert_parallel
->>>>>>> main
+import trials.parallel.mesh
 import trials.precision
 import trials.training.loop
 from trials.dryrun.estimate import CATEGORIES, Category, Peak, Traffic
