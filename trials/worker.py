@@ -31,13 +31,13 @@ if _problem := torch_support.problem(torch_support.installed_version()):
     raise ImportError(_problem)
 
 from trials import sizes
-from trials.accelerator.device import device_name, is_host, open_device
+from trials.accelerator.device import MemoryPeaks, device_name, is_host, open_device
 from trials.datasets import Share, StepBatches, build_dataset, stream_batches, tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
 from trials.legality import check
-from trials.models import import_code
+from trials.models import import_code, own_folder
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, connect, process_group
 from trials.precision import check_device, check_float8
@@ -45,9 +45,10 @@ from trials.profiling.profiler import Profiler, folder_of_environment
 from trials.profiling.traces import check_profile, long_enough
 from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
 from trials.sizes import coordinates, data_parallel_rank
-from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
+from trials.spec import Loader, Protocol, TrialSpec
 from trials.training.loop import Trainer, choose_memory_format, max_over_ranks
 from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
+from trials.training.tensors import peak_of_step
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     with (
         expected_warnings(),
         beats.listening(),
-        own_folder(trial.workload),
+        own_folder(trial.workload.model),
         process_group(identity, device),
         kernel_settings(trial, device),
     ):
@@ -100,12 +101,6 @@ def expected_warnings() -> Iterator[None]:
         ):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         yield
-
-
-def own_folder(workload: Workload) -> contextlib.AbstractContextManager[None]:
-    """Run the body in the folder of the user code, if any."""
-    model = workload.model
-    return contextlib.chdir(model.cwd) if isinstance(model, PythonModel) else contextlib.nullcontext()
 
 
 def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
@@ -134,7 +129,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
     mesh = build_mesh(candidate.layout, device)
     connect(mesh, candidate.layout, device, lambda: progress("starting"))
     trainer = Trainer(trial, mesh, device, place=place)
-    _begin_own(trial, trainer, identity, memory)
+    _seed_own(trial, trainer, identity)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and not is_host(device)
     loader, loader_report = _tune_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
@@ -159,6 +154,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
         trainer.wait_for_values()
+        peaks = memory.peaks()
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     num_steps = len(recording.step_times_s)
@@ -171,7 +167,10 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
-    report = _report(trial, identity, device, recording, memory, findings)
+    if is_host(device):  # after all that is recorded, because it is one more step
+        peaks = dataclasses.replace(peaks, allocated=peak_of_step(measurer.run_unrecorded, dataset))
+        trainer.wait_for_values()
+    report = _report(trial, identity, device, recording, peaks, findings)
     return dataclasses.replace(report, device_memory=own.memory())
 
 
@@ -185,11 +184,10 @@ def _each(*observers: Callable[[int], None]) -> Callable[[int], None]:
     return before_step
 
 
-def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memory: PeakMemory) -> None:
-    """Prepare a custom module: start counting its memory, of which this rank now keeps only its part, and seed each
-    part of the batch separately, for dropout for example. Built-in models need neither."""
+def _seed_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity) -> None:
+    """Seed each part of the batch separately for a custom module, for dropout for example; built-in models draw
+    nothing."""
     if trainer.parts[0].model.is_own:
-        memory.restart()
         torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
 
 
@@ -198,7 +196,7 @@ def _report(
     identity: RankIdentity,
     device: torch.device,
     recording: Recording,
-    memory: PeakMemory,
+    memory: MemoryPeaks,
     findings: Findings,
 ) -> RankReport:
     """Combine all records into the rank's report."""
@@ -209,8 +207,8 @@ def _report(
         tokens_per_step=workload.tokens_per_step,
         step_times_s=tuple(recording.step_times_s),
         breakdown=recording.breakdown(),
-        peak_allocated_bytes=memory.allocated_bytes(),
-        peak_reserved_bytes=memory.reserved_bytes(),
+        peak_allocated_bytes=memory.allocated,
+        peak_reserved_bytes=memory.reserved,
         num_warmup_steps=len(recording.warmup_times_s),
         losses=tuple(result.loss for result in recording.results),
         grad_norms=tuple(result.grad_norm for result in recording.results),

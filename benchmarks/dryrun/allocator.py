@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trials.dryrun.simulate import batch
@@ -19,6 +18,7 @@ from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.sizes import coordinates
 from trials.spec import TrialSpec
 from trials.training.loop import SilentMarker, Trainer
+from trials.training.tensors import live_storages
 
 CPU = torch.device("cpu")
 _MEASURED = "measured step"
@@ -55,16 +55,6 @@ def measure_build(spec: TrialSpec) -> int:
             trainer = Trainer(spec, mesh, CPU, place=coordinates(spec.candidate.layout, identity.rank))
         del trainer
         return peak_bytes({}, *_events(profiler))
-
-
-def live_storages() -> dict[int, int]:
-    """Address and bytes of all that Python's tensors lead to; DDP's buckets, too, through the gradients in them."""
-    storages: dict[int, int] = {}
-    for item in gc.get_objects():
-        if type(item) in (Tensor, torch.nn.Parameter) and item.device.type == "cpu":
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return {address: size for address, size in storages.items() if size}
 
 
 def _events(profiler: profile) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

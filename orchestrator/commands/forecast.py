@@ -53,7 +53,7 @@ from trials.accelerator.kinds import DeviceKind
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
 from trials.files import fields_json, to_json
 from trials.reports import Link
-from trials.spec import Candidate, UserModel, Workload
+from trials.spec import Candidate, Workload
 
 # ``tune-cluster plan``: the plan of a file with its predictions, and the explanation of one candidate.
 
@@ -206,21 +206,15 @@ class DryRunVerdict:
         return self.crowded.needed_bytes(self.fragmentation, self.context_bytes)
 
 
-def refuse_user_code(spec: SweepSpec) -> None:
-    """Refuse to simulate custom code.
+def refuse_programs(spec: SweepSpec) -> None:
+    """Refuse to simulate a custom training program.
 
     Raises:
-        ConfigError: the workload has such code; the remedy names the alternative.
+        ConfigError: the workload is one; the remedy names the alternative.
     """
     if spec.script is not None:
         message = "a custom training program cannot be simulated"
         raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for a few steps.")
-    model = spec.to_workload().model
-    if isinstance(model, UserModel):
-        message = f"dry runs support built-in models only, not kind {model.kind}"
-        raise spec.error(
-            ("workload",), message, "Trials find out what fits; those that run out of memory rule out larger ones."
-        )
 
 
 def dry_run(
@@ -242,7 +236,7 @@ def dry_run(
         ConfigError: for the file, an unknown or illegal trial, or a size without a unit.
     """
     spec = load_sweep(file)
-    refuse_user_code(spec)
+    refuse_programs(spec)
     choices = TrialChoices(spec, home)
     topology = choices.topology
     chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]

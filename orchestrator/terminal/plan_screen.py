@@ -316,8 +316,8 @@ NEGLIGIBLE = 0.005
 
 
 TENSORS_ALONE = (
-    "CPU: only tensors are counted. A trial's peak is the growth of its resident set, which also includes buffers "
-    "and freed memory: small models measured 1.5 to 2 times as much."
+    "CPU: tensors are counted, as in `peak_memory_gib` of a trial. Its resident set also includes buffers and freed "
+    "memory: small models measured 1.5 to 2 times as much."
 )
 
 

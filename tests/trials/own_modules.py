@@ -144,5 +144,22 @@ def tied() -> nn.Module:
     return Tied()
 
 
+class Wide(nn.Module):
+    """Mostly layers, all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def wide() -> nn.Module:
+    return Wide()
+
+
 def broken() -> nn.Module:
     raise FileNotFoundError("weights.bin")

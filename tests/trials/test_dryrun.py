@@ -18,6 +18,7 @@ from benchmarks.dryrun.gang import measured_peaks
 from benchmarks.dryrun.pipelines import PIPELINES, pipeline
 from orchestrator.planning.dry_runs import representative_rank
 from tests.trials.simulated import replies_of, simulated_peaks, simulated_runs
+from tests.trials.test_own_parity import spec_of
 from trials.dryrun.__main__ import run_children
 from trials.dryrun.estimate import BUILD, DryRunRequest, StageEstimate
 from trials.dryrun.small import (
@@ -76,6 +77,19 @@ def test_peak_is_that_of_a_real_run(name):
     layer = 4 * _layer_size(spec.workload.model) if layout.zero_stage >= 2 else 0
     for rank, run in zip(ranks, runs, strict=True):
         assert real[rank] - layer <= run.peak_bytes * (1 + TOLERANCE) and run.peak_bytes <= real[rank] * (1 + TOLERANCE)
+
+
+@pytest.mark.representative("llama/pp")
+@pytest.mark.parametrize("case", ["llama/pp", "llama/one", "encoder/one", "encoder/pp", "encoder/zero3"])
+def test_peak_of_an_imported_module_is_that_of_a_real_run(case):
+    spec = spec_of(case)
+    layout = spec.candidate.layout
+    ranks = [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
+    runs = simulated_runs([DryRunRequest(spec=spec, rank=rank, mode="cpu") for rank in ranks])
+    real = measured_peaks(spec)
+    gathered = 0.05 if layout.zero_stage == 3 else 0  # gloo's clones
+    for rank, run in zip(ranks, runs, strict=True):
+        assert run.peak_bytes == pytest.approx(real[rank], rel=TOLERANCE + gathered)
 
 
 def _split_experts(name):

@@ -143,10 +143,10 @@ def test_steps_that_tune_kernels_are_warm_up(monkeypatch):
 def test_a_peak_can_be_forgotten_but_not_what_is_in_use():
     memory = PeakMemory(torch.device("cpu"))
     kept, passing = torch.ones(16 << 20), torch.ones(64 << 20)
-    assert memory.allocated_bytes() > 0.9 * (kept.nbytes + passing.nbytes)
+    assert memory.peaks().allocated > 0.9 * (kept.nbytes + passing.nbytes)
     del passing
     memory.restart()
-    assert 0.5 * kept.nbytes < memory.allocated_bytes() < 2 * kept.nbytes
+    assert 0.5 * kept.nbytes < memory.peaks().allocated < 2 * kept.nbytes
 
 
 def test_memory_freed_before_is_no_gift_to_the_candidate():
@@ -156,7 +156,7 @@ def test_memory_freed_before_is_no_gift_to_the_candidate():
     del pieces
     memory = PeakMemory(torch.device("cpu"))
     kept = torch.ones(8 << 20)
-    assert memory.allocated_bytes() > 0.9 * kept.nbytes
+    assert memory.peaks().allocated > 0.9 * kept.nbytes
     del fence
 
 
@@ -168,7 +168,7 @@ def test_pages_of_files_are_no_memory_of_the_model(tmp_path):
     kept = torch.ones(24 << 20)
     mapped = torch.from_file(str(file), size=64 << 20, dtype=torch.uint8)
     assert int(mapped.view(torch.int64).sum()) == 0
-    assert 0.9 * kept.nbytes < memory.allocated_bytes() < 1.5 * kept.nbytes
+    assert 0.9 * kept.nbytes < memory.peaks().allocated < 1.5 * kept.nbytes
 
 
 def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch):

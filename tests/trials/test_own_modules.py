@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.support import ROOT
 from tests.trials import own_modules
 from tests.trials.test_own_parity import ENCODER, decoder
 from trials.datasets import Share, UserBatches
+from trials.dryrun.tracker import MemoryTracker
 from trials.failure import DataError, InfeasibleSpec
 from trials.legality import violations
+from trials.models import build_model, build_without_values
 from trials.models.model import pipeline_problem, plan_problem
 from trials.models.module_facts import CountRequest, count
-from trials.spec import Candidate, Kernels, Layout, PythonData, TextData, Workload
+from trials.parallel.mesh import ShardMap, init_parameters
+from trials.sizes import all_chunks
+from trials.spec import Candidate, Kernels, Layout, ModuleFacts, PythonData, TextData, Workload
 from trials.user_code import call_function, load_function
 
 DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))
@@ -176,16 +182,22 @@ def test_samples_that_make_no_batch_are_named(samples, words):
             batches[step]
 
 
-def test_perturbed_weights_differ_from_the_others_by_that_much():
-    from trials.models import build_model
-    from trials.parallel.mesh import perturb_parameters
-    from trials.sizes import all_chunks
+def built(model, perturbation=0.0, dtype=torch.float32, **changes):
+    """The whole model on the CPU, with its initial values."""
+    workload = Workload(model=model, data=DATA, seq_length=1, global_batch_size=8)
+    (chunk,) = all_chunks(Layout(), model.num_layers)
+    found = build_model(workload, chunk)
+    found.store_as(dtype)
+    found.to_empty(device="cpu")
+    with torch.no_grad():
+        found.materialize(torch.device("cpu"))
+    init_parameters(found, 0, ShardMap(), perturbation)
+    return found
 
-    workload = Workload(model=ENCODER, data=DATA, seq_length=1, global_batch_size=8)
-    (chunk,) = all_chunks(Layout(), 3)
-    plain, twin = (build_model(workload, chunk) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters(), strict=True))
-    perturb_parameters(twin, seed=1, perturbation=1e-3)
+
+def test_perturbed_weights_differ_from_the_others_by_that_much():
+    plain, again, twin = built(ENCODER), built(ENCODER), built(ENCODER, 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
     off = max(float(((a - b).abs() / b.abs().clamp_min(1e-12)).max()) for a, b in _weights(plain, twin))
     assert 1e-4 < off <= 1.001e-3
 
@@ -193,3 +205,78 @@ def test_perturbed_weights_differ_from_the_others_by_that_much():
 def _weights(one, other):
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return [(a.detach(), b.detach()) for a, b in pairs if bool(b.abs().min() > 0)]
+
+
+def test_values_are_those_that_the_module_gives_itself(monkeypatch):
+    """Drawn one tensor at a time: constants and tables are equal, random ones are alike, ties stay."""
+
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(16, 8, padding_idx=3)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            nn.init.orthogonal_(self.layers[1].weight)
+            nn.init.trunc_normal_(self.layers[0].weight, std=0.5)
+            self.copied = nn.Parameter(self.layers[0].weight.detach().clone() * 2)
+            self.out = nn.Linear(8, 16, bias=False)
+            self.out.weight = self.table.weight
+            self.register_buffer("angles", torch.arange(8.0).cos())
+            self.plain = torch.linspace(0, 1, 5)
+            self.given = nn.Parameter(torch.from_numpy(np.full(4, 7.0, dtype=np.float32)))
+
+    monkeypatch.setattr(own_modules, "many", Many, raising=False)
+    model = dataclasses.replace(
+        ENCODER, model="tests.trials.own_modules:many", layers="layers", facts=ModuleFacts(num_layers=2)
+    )
+    assert build_without_values(model, 0).recorder is not None
+    made = built(model).module
+    assert made.out.weight is made.table.weight and not made.table.weight[3].any()
+    assert torch.allclose(made.layers[1].weight @ made.layers[1].weight.T, torch.eye(8), atol=1e-5)
+    assert torch.equal(made.copied, made.layers[0].weight * 2) and 0.35 < made.copied.std() / 2 < 0.6
+    assert torch.equal(made.angles, torch.arange(8.0).cos()) and torch.equal(made.plain, torch.linspace(0, 1, 5))
+    assert torch.equal(made.given, torch.full((4,), 7.0))
+
+
+@pytest.mark.parametrize("reads", ["a value", "a file", "a generator", "a closure"])
+def test_a_module_whose_values_cannot_be_computed_later_is_built_with_them(reads, monkeypatch, tmp_path):
+    torch.save(torch.full((3,), 5.0), tmp_path / "weights.pt")
+    kept = []
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+            values = torch.full((3,), 5.0)
+            if reads == "a value":
+                values = torch.tensor(values.tolist())
+            elif reads == "a file":
+                values = torch.load(tmp_path / "weights.pt")
+            elif reads == "a generator":
+                values = values + 0 * torch.rand(3, generator=torch.Generator())
+            else:
+                kept.append(torch.ones(3))
+            self.values = nn.Parameter(values)
+
+    monkeypatch.setattr(own_modules, "reads", Reads, raising=False)
+    model = dataclasses.replace(
+        ENCODER, model="tests.trials.own_modules:reads", layers="layers", facts=ModuleFacts(num_layers=2)
+    )
+    has_values = build_without_values(model, 0).recorder is None
+    assert has_values or reads == "a file"
+    assert torch.equal(built(model).module.values, torch.full((3,), 5.0))
+    assert not kept or kept[-1].device.type == "cpu"
+
+
+def test_no_more_than_one_whole_tensor_is_computed_at_a_time():
+    """Peak of what is live while values are computed: the largest tensor, not the model."""
+    model = dataclasses.replace(
+        ENCODER, model="tests.trials.own_modules:wide", layers="layers", facts=ModuleFacts(num_layers=8)
+    )
+    own = build_without_values(model, 0)
+    tracker = MemoryTracker()
+    sizes = [parameter.nbytes for parameter in own.module.parameters()]
+    with tracker:
+        for parameter in own.module.parameters():
+            own.recorder.compute(parameter)
+    peak = max(one.total_bytes for one in tracker.peaks().values())
+    assert max(sizes) <= peak <= 2 * max(sizes) < sum(sizes) / 3

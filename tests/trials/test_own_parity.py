@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.dryrun.cases import FAMILIES
 from tests.support import ROOT
 from tests.trials.gang import differences, run_gang
+from tests.trials.simulated import simulated_runs
+from trials.dryrun.estimate import DryRunRequest
 from trials.spec import (
     AdamW,
     Candidate,
@@ -206,3 +210,15 @@ def test_trains_like_a_single_process(case):
     is_exact = spec_of(case).candidate.precision.level == "O0"
     loss_limit, norm_limit = (1e-5, 2e-5) if is_exact else (5e-3, 5e-2)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+def test_tensors_of_a_trial_are_those_that_a_dry_run_counts(tmp_path):
+    """The built-in decoder, a module of the user's and one of transformers, within 10%."""
+    ours = dataclasses.replace(FAMILIES["single, fp32"], protocol=PROTOCOL)
+    specs = {"built-in": ours} | {case: spec_of(case) for case in ("encoder/one", "llama/one")}
+    reports = results(1, few=True) | {"built-in": run_gang([ours], tmp_path)[0]}
+    counted = simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu") for spec in specs.values()])
+    found = {
+        case: reports[case].peak_allocated_bytes / run.peak_bytes for case, run in zip(specs, counted, strict=True)
+    }
+    assert all(0.9 < ratio < 1.1 for ratio in found.values()), found

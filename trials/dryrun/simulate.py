@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trials.datasets import collated, open_user_data
 from trials.dryrun import tracker as fake
 from trials.dryrun.estimate import CATEGORIES, DryRunRequest, PassKind, PassRun, RankRun, Traffic
 from trials.dryrun.small import runs_of_chunk
@@ -25,13 +26,23 @@ from trials.dryrun.tracker import MemoryTracker, TrafficCounter, replaced
 from trials.failure import InfeasibleSpec
 from trials.kernels import expected_attention
 from trials.legality import check
+from trials.models import build_model, import_code, own_folder
 from trials.models.model import DEVICE_TILE_WORDS
 from trials.operators import in_backward
 from trials.parallel.data_parallel import finish_gradients
 from trials.parallel.mesh import build_mesh, stored_part
-from trials.precision import parameter_dtype
-from trials.sizes import coordinates
-from trials.spec import LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
+from trials.precision import autocast, parameter_dtype
+from trials.sizes import all_chunks, coordinates, num_virtual_stages_total
+from trials.spec import (
+    HuggingFaceModel,
+    LinearModel,
+    LlamaModel,
+    PythonData,
+    Recompute,
+    ResNetModel,
+    TrialSpec,
+    UserModel,
+)
 from trials.training.loop import ModelPart, Pipeline, Stage, Trainer
 
 
@@ -191,20 +202,56 @@ def held_sends() -> Iterator[None]:
 
 def record_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) -> None:
     """Set the shapes and types at each stage's boundaries."""
-    hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
+    borders = borders_of(spec)
     for stage, part in zip(stages, parts, strict=True):
         first, last = part.chunk.is_first, part.chunk.is_last
+        number = part.chunk.virtual_stage
+        received, sent = borders[number], borders[number + 1]
         if not _VOTES:
             older: Any = stage
-            older.inputs_meta = (_meta(_input_size(spec), torch.long) if first else hidden,)
-            older._configure_outputs_meta((_output(spec) if last else hidden,))
+            older.inputs_meta = (received,)
+            older._configure_outputs_meta((sent,))
             continue
         stage._user_meta = _utils._StageMeta(
-            inputs=_metas(_meta(_input_size(spec), torch.long) if first else hidden),
-            outputs=_metas(_output(spec) if last else hidden),
-            input_grads=None if first else _metas(hidden.detach()),
-            output_grads=None if last else _metas(hidden.detach()),
+            inputs=_metas(received),
+            outputs=_metas(sent),
+            input_grads=None if first else _metas(received.detach()),
+            output_grads=None if last else _metas(sent.detach()),
         )
+
+
+def borders_of(spec: TrialSpec) -> list[Tensor]:
+    """Return one micro-batch's tensors as one rank exchanges them, on the meta device: the input of the model, those
+    between its virtual stages, and the output.
+
+    Raises:
+        InfeasibleSpec: the model has no such pipeline.
+    """
+    if isinstance(spec.workload.model, UserModel):
+        return _own_borders(spec)
+    hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
+    between = [hidden] * (num_virtual_stages_total(spec.candidate.layout) - 1)
+    return [_meta(_input_size(spec), torch.long), *between, _output(spec)]
+
+
+def _own_borders(spec: TrialSpec) -> list[Tensor]:
+    """Run a micro-batch through all stages of an imported module, on fake tensors and without splits: plans for tensor
+    parallelism exchange whole tensors."""
+    workload = spec.workload
+    rows = spec.candidate.micro_batch_size
+    precision = spec.candidate.precision
+    parts = [build_model(workload, chunk) for chunk in all_chunks(spec.candidate.layout, workload.num_layers)]
+    for part in parts:
+        part.store_as(parameter_dtype(precision, sharded=False))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), autocast(spec.candidate, CPU):
+        x, targets = (tensor[:rows] for tensor in _whole_batch(spec))
+        found: list[Any] = [x]
+        for part in parts:
+            part.to_empty(device=CPU)
+            part.materialize(CPU)
+            x = part(x, **({"targets": targets} if part.computes_loss else {}))
+            found.append(x)
+    return [_meta(tuple(one.shape), one.dtype).requires_grad_(i > 0) for i, one in enumerate(found)]
 
 
 def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
@@ -290,6 +337,8 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
     tracker = MemoryTracker(CUDA_GRANULE_BYTES if is_accelerator else 1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(own_folder(spec.workload.model))
+        import_code(spec.workload.model)
         stack.enter_context(fake.fake_process_group(request.rank, spec.candidate.layout.world_size))
         mesh = build_mesh(spec.candidate.layout, CPU)
         stack.enter_context(fake.storage_from(mode, DEVICE_TILE_WORDS if is_accelerator else None))
@@ -301,6 +350,7 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
             stack.enter_context(static_shapes())
             stack.enter_context(held_sends())
         stack.enter_context(expected_attention(spec))
+        stack.enter_context(fake.unpacked_sequences())
         stack.enter_context(fake.expert_rows(crowded=request.crowded))
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
@@ -422,6 +472,13 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
         return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
     if isinstance(model, LinearModel):
         return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
+    if isinstance(model, HuggingFaceModel):
+        tokens = (rows, workload.seq_length)
+        return torch.zeros(tokens, dtype=torch.long), torch.zeros(tokens, dtype=torch.long)
+    if isinstance(workload.data, PythonData):
+        sample = collated([open_user_data(workload.data)[0]], workload.data.dataset)
+        inputs, targets = (torch.zeros((rows, *one.shape[1:]), dtype=one.dtype) for one in sample)
+        return inputs, targets
     assert isinstance(model, ResNetModel), "dry runs do not support custom programs"
     images = torch.zeros(rows, 3, model.image_size, model.image_size)
     return images, torch.zeros(rows, dtype=torch.long)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trials.dryrun.estimate import BUILD, PassKind, PassRun, Peak, RankRun, Traffic
 from trials.sizes import Chunk, chunks_of_stage, count_at, num_virtual_stages_total, virtual_stage
-from trials.spec import Counts, Layout, LinearModel, LlamaModel, Model, Recompute, ResNetModel, TrialSpec
+from trials.spec import Counts, Layout, LinearModel, LlamaModel, Model, Recompute, ResNetModel, TrialSpec, UserModel
 
 # Runs of equal layers: neighbouring layers of a chunk with the same recomputation.
 
@@ -554,8 +554,8 @@ class StagePlan:
 def plan_small_runs(spec: TrialSpec) -> tuple[StagePlan, ...] | None:
     """Plan every pipeline rank; None if the trial itself is as cheap. Ranks may share trials."""
     candidate = spec.candidate
-    if isinstance(spec.workload.model, ResNetModel) or _mixes_layers(spec.workload.model):
-        return None  # its blocks differ
+    if isinstance(spec.workload.model, ResNetModel | UserModel) or _mixes_layers(spec.workload.model):
+        return None  # its layers differ, or may
     layout = candidate.layout
     num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
     smaller = shorter_ranks(layout, num_microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import trials.models
 import trials.offload
 import trials.parallel.expert_parallel
+import trials.parallel.mesh
 import trials.precision
 import trials.training.loop
 from trials.dryrun.estimate import CATEGORIES, Category, Peak, Traffic
@@ -331,8 +333,8 @@ def untracked_propagation(tracker: MemoryTracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def storage_from(mode: contextlib.AbstractContextManager[Any], tile_words: int | None) -> Iterator[None]:
-    """Let models leave the meta device inside ``mode``; they are built outside of it. Of their initial values, draw
-    only one tile of ``tile_words``, because the others need no more memory.
+    """Let models leave the meta device inside ``mode``; they are built outside of it. Of the initial values of built-in
+    ones, draw only one tile of ``tile_words``, because the others need no more memory.
 
     Inside ``mode``, FSDP cannot split what tensor parallelism has already split (``aten.nonzero`` of a fake tensor).
     """
@@ -345,6 +347,10 @@ def storage_from(mode: contextlib.AbstractContextManager[Any], tile_words: int |
         return model
 
     def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbation: float = 0.0) -> None:
+        if model.is_own:  # where its pieces start would need values, and has no effect on memory
+            with replaced(trials.parallel.mesh, "_start_in", lambda tensor: (0,) * tensor.dim()):
+                trials.parallel.mesh.init_parameters(model, seed, shard_map, perturbation)
+            return
         with torch.no_grad():
             draw_first_tile(model, seed, shard_map, perturbation, tile_words)
 
@@ -495,6 +501,19 @@ def fused_rms_norm() -> Iterator[None]:
         return normed
 
     with replaced(torch.nn.functional, "rms_norm", rms_norm):
+        yield
+
+
+@contextlib.contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Let transformers find no packed sequences. It looks for them in the values of positions, which fake tensors lack,
+    and would build a mask that real runs do not need."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if not hasattr(masks, name):
+        yield
+        return
+    with replaced(masks, name, lambda _positions: None):
         yield
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from trials.models.built_in import LinearChain, Llama, ResNet, class_loss, next_token_loss, squared_error
+from trials.models.deferred import Recorder, recording
 from trials.models.imported_model import (
     Built,
     ImportedModel,
@@ -30,18 +34,29 @@ from trials.spec import (
 )
 from trials.user_code import load_function
 
-__all__ = ["ImportedModel", "Initial", "Loss", "TrainModel", "build_imported", "build_model", "import_code", "loss_of"]
+__all__ = [
+    "ImportedModel",
+    "Initial",
+    "Loss",
+    "TrainModel",
+    "build_imported",
+    "build_model",
+    "import_code",
+    "loss_of",
+    "own_folder",
+]
 
 
 _BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
-    """Build the part of the workload's model in ``chunk``: a built-in one on the meta device, a custom one with
-    values."""
+    """Build the part of the workload's model in ``chunk``, on the meta device."""
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:
-            return part_of(build_imported(model, workload.seed), model.num_layers, chunk, model.facts.head)
+            own = part_of(build_without_values(model, workload.seed), model.num_layers, chunk, model.facts.head)
+            own.leave_values()
+            return own
         case ScriptModel():
             raise ValueError(_BUILDS_ITS_OWN)
     with torch.device("meta"):
@@ -64,17 +79,43 @@ def build_imported(model: UserModel, seed: int) -> Built:
         return build_python(model) if isinstance(model, PythonModel) else build_hugging_face(model.config)
 
 
+def build_without_values(model: UserModel, seed: int) -> Built:
+    """Build the whole module of fake tensors, and record what computes its values; with values if that fails.
+
+    It fails for code that reads values while it builds the module, and for values from elsewhere, such as a file.
+
+    Raises:
+        InfeasibleSpec: it cannot be built.
+    """
+    recorder = Recorder(seed)
+    try:
+        with recording(recorder):
+            built = build_imported(model, seed)
+        recorder.check(built.module)
+    except Exception:  # user code may raise anything; what is not due to fake tensors recurs below
+        return build_imported(model, seed)
+    return dataclasses.replace(built, recorder=recorder)
+
+
 def import_code(model: Model) -> None:
     """Import the model's code, so that it counts for the idle process, not for the model's memory.
 
     Raises:
         InfeasibleSpec: it cannot be imported.
     """
+    if isinstance(model, PythonModel | HuggingFaceModel):
+        with recording(Recorder(0)):
+            torch.nn.Linear(1, 1)
     if isinstance(model, PythonModel):
         load_function(model.model, model.cwd)
     elif isinstance(model, HuggingFaceModel):
         with torch.device("meta"):
             build_hugging_face(model.config)
+
+
+def own_folder(model: Model) -> contextlib.AbstractContextManager[None]:
+    """Run the body in the folder of the user code, if any."""
+    return contextlib.chdir(model.cwd) if isinstance(model, PythonModel) else contextlib.nullcontext()
 
 
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001  # the model received them

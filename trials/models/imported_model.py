@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trials.failure import InfeasibleSpec
 from trials.models.built_in import Head
+from trials.models.deferred import Recorder, plain_tensors
 from trials.models.model import LayerList, Loss, TrainModel, cut, layers_in, pipeline_problem, plan_problem
 from trials.sizes import Chunk
 from trials.spec import LlamaModel, PythonModel
@@ -24,15 +25,18 @@ Call = Callable[[nn.Module, Tensor], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module with its values, in fp32 on the CPU, and what the runner needs to know about it."""
+    """A module in fp32, and what the runner needs to know about it."""
 
     module: nn.Module
+    """With its values on the CPU or, if they are recorded, of fake tensors."""
     layers: str
     before: Sequence[str] | None
     after: Sequence[str] | None
     tensor_parallel: Sequence[tuple[str, ...]]
     """Pairs of pattern and style, see :mod:`trials.models.model`."""
     call: Call
+    recorder: Recorder | None = None
+    """What computes the values; None if the module has them."""
 
 
 class ImportedModel(TrainModel):
@@ -55,6 +59,51 @@ class ImportedModel(TrainModel):
         self.computes_loss = self.output is not None
         self._call = built.call
         self._input_dtype: torch.dtype | None = None
+        self._recorder = built.recorder
+        self._values: dict[str, Tensor] = {}
+        """Initial values of parameters and buffers by name, until the model has storage."""
+
+    def leave_values(self) -> None:
+        """Move to the meta device; :meth:`value_of` has the values, whole, as long as the model has no storage."""
+        self._values = {name: one.detach() for name, one in (*self.named_parameters(), *_buffers(self))}
+        moved: dict[int, nn.Parameter] = {}
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved[id(parameter)]
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = _on_meta(buffer)
+
+    def value_of(self, name: str) -> Tensor:
+        """Return the whole initial value of a parameter or buffer, which is then forgotten."""
+        return self._computed(self._values.pop(name))
+
+    def _computed(self, value: Tensor) -> Tensor:
+        return value if self._recorder is None else self._recorder.compute(value)
+
+    def forget_values(self) -> None:
+        """Free what is left of the initial values."""
+        self._values.clear()
+        self._recorder = None
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Allocate storage; weights that two modules share stay shared."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                places.setdefault(id(parameter), []).append((module, name))
+        super().to_empty(device=device, recurse=recurse)
+        for (first, name), *others in places.values():
+            for module, other in others:
+                module._parameters[other] = first._parameters[name]
+        return self
+
+    def materialize(self, device: torch.device) -> None:
+        for name, buffer in _buffers(self):
+            buffer.copy_(self.value_of(name))
+        for module, name, tensor in plain_tensors(self):
+            setattr(module, name, self._computed(tensor).to(device))
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
         """Return outputs or, with ``targets``, the loss; only modules with a head get targets."""
@@ -75,6 +124,15 @@ class ImportedModel(TrainModel):
         for parameter in self.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every buffer by each of its names: buffers that two modules share are separate once they have storage."""
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _taken_out(module: nn.Module, path: str) -> Head:

@@ -44,12 +44,11 @@ class Layers(Protocol):
 class TrainModel(nn.Module):
     """A model, or the part of it in one virtual stage of a pipeline.
 
-    Built-in models are created on the meta device; :meth:`materialize` fills what is not a parameter when storage
-    exists. Imported models are created with their values.
+    It is created on the meta device; :meth:`materialize` fills what is not a parameter when storage exists.
     """
 
     is_own: ClassVar[bool] = False
-    """Whether the code is the user's or a package's: it comes with its initial values, may draw random numbers, and its
+    """Whether the code is the user's or a package's: it has its own initial values, may draw random numbers, and its
     layers need not be single graphs."""
     computes_loss: bool = False
     """Whether the stage with the last layer also takes ``targets`` and returns the loss instead of outputs."""
@@ -60,8 +59,15 @@ class TrainModel(nn.Module):
         """Fill buffers and tables, on ``device``."""
 
     def initial(self, name: str) -> Initial:
-        """Return the distribution of initial values of the parameter of this name."""
+        """Return the distribution of initial values of the parameter of this name, unless :attr:`is_own`."""
         raise NotImplementedError
+
+    def value_of(self, name: str) -> Tensor:
+        """Return the whole initial value of the parameter of this name, if :attr:`is_own`."""
+        raise NotImplementedError
+
+    def forget_values(self) -> None:
+        """Free what :meth:`value_of` needs."""
 
     def store_as(self, dtype: torch.dtype) -> None:
         """Convert parameters to this type."""

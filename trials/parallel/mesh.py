@@ -483,7 +483,8 @@ def _first_index(tensor: DTensor, dim: int) -> int:
 
 # Initial weights that do not depend on the layout.
 #
-# A custom module draws its own before it is split, from the same seed in every process. For built-in models:
+# The whole tensors of a custom module are computed one at a time (:mod:`trials.models.deferred`), and each rank keeps
+# its part. For built-in models:
 #
 # The global random stream would depend on build order and sharding, so every element is drawn from the parameter's name
 # and the element's place in the whole (:mod:`trials.models.model`). A rank draws only what it holds, in place, and
@@ -500,11 +501,15 @@ def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbat
     parameters = dict(model.named_parameters())
     if not parameters:
         return
-    draws = Draws(next(iter(parameters.values())).device)
+    draws = None if model.is_own else Draws(next(iter(parameters.values())).device)
     for wrapped_name, parameter in parameters.items():
         name = plain_name(wrapped_name)
         piece = piece_of(name, parameter, shard_map.shards.get(name))
-        fill(piece, draws, model.initial(name), seed, perturbation)
+        if draws is None:
+            _copy_value(piece, model.value_of(name), seed, perturbation)
+        else:
+            fill(piece, draws, model.initial(name), seed, perturbation)
+    model.forget_values()
 
 
 @torch.no_grad()
@@ -527,19 +532,16 @@ def _fill_tile(tile: Tile, name: str, draws: Draws, initial: Initial, seed: int,
     tile.rows.copy_(values)
 
 
-@torch.no_grad()
-def perturb_parameters(model: TrainModel, seed: int, perturbation: float) -> None:
-    """Perturb the weights of a model that already has values and is not yet split, relative to each."""
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point()}
-    if not perturbation or not parameters:
-        return
-    draws = Draws(next(iter(parameters.values())).device)
-    for name, parameter in parameters.items():
-        values = parameter.contiguous()
-        for tile in draws.tiles(values, values.shape, (0,) * values.dim()):
-            tile.rows.add_(tile.rows * _shares(draws, tile, name, perturbation, seed))
-        if values is not parameter:
-            parameter.copy_(values)
+def _copy_value(piece: Piece, value: Tensor, seed: int, perturbation: float) -> None:
+    """Give a piece of a custom module's parameter its part of the ``value`` of the whole."""
+    if perturbation and value.is_floating_point():
+        value = value.clone(memory_format=torch.contiguous_format)
+        draws = Draws(value.device)
+        for tile in draws.tiles(value, value.shape, (0,) * value.dim()):
+            tile.rows.add_(tile.rows * _shares(draws, tile, piece.name, perturbation, seed))
+    for dim, (start, length) in enumerate(zip(piece.start, piece.part.shape, strict=True)):
+        value = value.narrow(dim, start, length)
+    piece.part.copy_(value)
 
 
 def _shares(draws: Draws, tile: Tile, name: str, perturbation: float, seed: int) -> Tensor:

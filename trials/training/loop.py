@@ -59,7 +59,6 @@ from trials.parallel.mesh import (
     gradients_of,
     init_parameters,
     local_part,
-    perturb_parameters,
     plain_name,
 )
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
@@ -836,15 +835,13 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
 
     The order matters. Tensor parallelism replaces plain weights by sharded ones, which all later steps must see.
     Recompute wraps a whole layer, so that compilation captures the recomputation. FSDP's hooks go around the compiled
-    layer, because gathering weights is not part of the graph. A built-in model has no storage until then, so no rank
-    ever holds more than its part; a custom one comes with its values, of which each rank keeps its part. Reduction in
-    buckets comes last: buckets are built from real weights.
+    layer, because gathering weights is not part of the graph. The model has no storage until then, so no rank ever
+    holds more than its part and, of a custom model, one whole tensor. Reduction in buckets comes last: buckets are
+    built from real weights.
     """
     candidate = spec.candidate
     layout = candidate.layout
     model = build_model(spec.workload, chunk)
-    if model.is_own:
-        perturb_parameters(model, spec.workload.seed, spec.perturbation)
     store(model, candidate.precision, sharded=uses_fsdp(layout), is_whole=layout.pp == 1)
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
@@ -859,12 +856,10 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if uses_fsdp(layout) and has_parameters:
         assert mesh is not None
         apply_fsdp(model, mesh, layout, candidate.precision)
-    if model.is_own:
-        model.to(device)
-    else:
-        model.to_empty(device=device)
+    model.to_empty(device=device)
+    with torch.no_grad():
         model.materialize(device)
-        init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
+    init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
     module: nn.Module = model
     if mesh is not None and has_parameters:
         if layout.zero_stage == 1:

@@ -40,7 +40,7 @@ from trials.datasets import Batch
 from trials.health import DeviceHealth, DeviceMemory, device_health
 from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol, TrialSpec
-from trials.training.loop import GangMaximum, StepResult, Trainer, in_format
+from trials.training.loop import GangMaximum, SilentMarker, StepResult, Trainer, in_format
 
 # ---- Peak memory of a rank, and its limit
 
@@ -57,7 +57,8 @@ class PeakMemory:
     are the growth of the peak resident set over the resident set at construction, without file pages touched since:
     torch's code, some 30 MiB for every candidate, and mapped data. This includes memory that the C library's allocator
     keeps after tensors are freed, which is most of the excess over the sum of live tensors. Memory kept from earlier
-    tensors is returned first; otherwise new tensors placed there would show no growth.
+    tensors is returned first; otherwise new tensors placed there would show no growth. The worker counts tensors
+    separately (:mod:`trials.training.tensors`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,13 +83,9 @@ class PeakMemory:
             release_cached(self._device)
             reset_peaks(self._device)
 
-    def allocated_bytes(self) -> int:
-        """Peak of the memory of tensors."""
-        return max(self._before.allocated, self._now().allocated)
-
-    def reserved_bytes(self) -> int:
-        """Peak of the memory that the allocator reserved."""
-        return max(self._before.reserved, self._now().reserved)
+    def peaks(self) -> MemoryPeaks:
+        """Peaks of the memory of tensors, and of what the allocator reserved."""
+        return self._before | self._now()
 
     def step_bytes(self) -> int:
         """Peak of the memory of tensors since the last call, i.e. in the step that has just ended."""
@@ -513,6 +510,11 @@ class Measurer:
             self._take(lambda agreed_s: is_enough(agreed_s, protocol), protocol.max_steps)
             self._read(leave=0)
         return self._recording
+
+    def run_unrecorded(self) -> None:
+        """Run one more step, which counts for nothing."""
+        batch = (None, None) if self._feed is None else self._feed.next()
+        self._trainer.step(*batch, SilentMarker())
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
