@@ -32,12 +32,21 @@ if _problem := torch_support.problem(torch_support.installed_version()):
 
 from trials import sizes
 from trials.accelerator.device import device_name, is_host, open_device
-from trials.datasets import Share, StepBatches, build_dataset, stream_batches, tune_loader, with_verdict
+from trials.datasets import (
+    Share,
+    StepBatches,
+    VaryingBatches,
+    build_dataset,
+    stream_batches,
+    tune_loader,
+    with_verdict,
+)
 from trials.failure import NonFiniteLoss
 from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
 from trials.legality import LEVEL as FLOAT8
 from trials.legality import check
+from trials.lengths import draw_lengths
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, connect, process_group
@@ -119,7 +128,7 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
         seed=trial.workload.seed,
         full_batch=candidate.loader.full_batch,
     )
-    return build_dataset(trial.workload, share)
+    return build_dataset(trial.workload, share, candidate)
 
 
 def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: ProgressSink) -> RankReport:
@@ -169,6 +178,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         loader=_with_loader_verdict(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
+        lengths=dataset.report(_measured(recording)) if isinstance(dataset, VaryingBatches) else None,
         devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
@@ -194,6 +204,19 @@ def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memor
         torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
 
 
+def _measured(recording: Recording) -> range:
+    """Return the numbers of the measured steps, from 0 over warm-up and measurement."""
+    first = len(recording.warmup_times_s)
+    return range(first, first + len(recording.step_times_s))
+
+
+def _tokens_per_step(workload: Workload, recording: Recording) -> int:
+    """Return the tokens per measured step, without padding."""
+    if not workload.lengths:
+        return workload.tokens_per_step
+    return round(statistics.fmean(sum(draw_lengths(workload, step)) for step in _measured(recording)))
+
+
 def _report(
     trial: TrialSpec,
     identity: RankIdentity,
@@ -207,7 +230,7 @@ def _report(
     return RankReport(
         rank=identity.rank,
         world_size=identity.world_size,
-        tokens_per_step=workload.tokens_per_step,
+        tokens_per_step=_tokens_per_step(workload, recording),
         step_times_s=tuple(recording.step_times_s),
         breakdown=recording.breakdown(),
         peak_allocated_bytes=memory.allocated_bytes(),
@@ -215,7 +238,9 @@ def _report(
         num_warmup_steps=len(recording.warmup_times_s),
         losses=tuple(result.loss for result in recording.results),
         grad_norms=tuple(result.grad_norm for result in recording.results),
-        model_flops_per_token=sizes.model_flops_per_token(workload.model, workload.seq_length),
+        model_flops_per_token=sizes.model_flops_per_token(
+            workload.model, workload.seq_length, workload.attended_length
+        ),
         device_name="" if is_host(device) else device_name(device),
         matmul_format=sizes.matmul_format(trial.candidate),
         samples_per_step=workload.global_batch_size,

@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import is_host, mark, synchronize, widest_float
 from trials.attention import causal_attention
-from trials.datasets import Batch, StepBatches
+from trials.datasets import Batch, Rows, StepBatches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
+from trials.lengths import draw_lengths
 from trials.models import Loss, TrainModel, build_model, loss_of
 from trials.models.built_in import Llama
 from trials.models.experts import ExpertBalance, routers_in
@@ -114,6 +115,8 @@ class Trainer:
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
         self._clip_norm = spec.workload.optimizer.clip_norm
         self._grad_factor: float | Tensor = 1.0
+        self._workload = spec.workload
+        self._num_begun = 0
         self.optimizer = build_optimizer(
             spec.workload.optimizer,
             self.gradients.held,
@@ -124,8 +127,8 @@ class Trainer:
         # Among the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 
-    def step(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
-        """Train on this rank's rows; return the gang's ``[loss, grad_norm]``, still on the device.
+    def step(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
+        """Train on this rank's rows of the next step; return the gang's ``[loss, grad_norm]``, still on the device.
 
         ``inputs`` and ``targets`` may be None on a rank that does not read them (:attr:`reads_inputs`,
         :attr:`reads_targets`).
@@ -135,6 +138,10 @@ class Trainer:
         """
         if self.layout.cp > 1:
             inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
+        if self._workload.lengths:
+            num_tokens = sum(draw_lengths(self._workload, self._num_begun))
+            self.engine.mean_tokens = num_tokens / self.layout.dp
+            self._num_begun += 1
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
@@ -143,8 +150,11 @@ class Trainer:
         marker.mark("optimizer")
         return totals
 
-    def _held_positions(self, batch: Tensor | None) -> Tensor | None:
-        return None if batch is None else split_sequence(batch, self.place.cp, self.layout.cp)
+    def _held_positions(self, batch: Rows | None) -> Rows | None:
+        if batch is None:
+            return None
+        assert isinstance(batch, Tensor), "lengths do not vary under context parallelism"
+        return split_sequence(batch, self.place.cp, self.layout.cp)
 
     def _totals(self, loss: Tensor, marker: Marker) -> Tensor:
         """Sum loss and norm over the gang; ranks that do not compute the loss contribute 0.
@@ -459,9 +469,8 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
     The model is called without its DDP wrapper, so gradients are not reduced.
     """
     (model,) = (part.model for part in trainer.parts)
-    rows = slice(0, spec.candidate.micro_batch_size)
-    inputs = in_format(sample[0][rows].to(trainer.device), memory_format)
-    targets = sample[1][rows].to(trainer.device)
+    inputs, targets = (micro_batches(rows, spec.candidate.micro_batch_size)[0].to(trainer.device) for rows in sample)
+    inputs = in_format(inputs, memory_format)
     synchronize(trainer.device)
     start_s = time.perf_counter()
     with autocast(spec.candidate, trainer.device):
@@ -493,12 +502,21 @@ class SilentMarker:
 class Engine(Protocol):
     """Runs all micro-batches of a step."""
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+    mean_tokens: float | None
+    """Tokens without padding of a data-parallel rank in this step, on average over the ranks: the loss is the mean over
+    all tokens of the step. None if samples are of one length, or not of tokens: the mean over micro-batches."""
+
+    def run(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
         """Run forward and backward passes over this rank's rows; gradients are then averages over data-parallel ranks.
 
         Return the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
         """
         ...
+
+
+def micro_batches(rows: Rows, size: int) -> tuple[Tensor, ...]:
+    """Return a rank's micro-batches of ``size`` rows, if they are not already apart."""
+    return torch.split(rows, size) if isinstance(rows, Tensor) else rows
 
 
 class Accumulation:
@@ -516,23 +534,23 @@ class Accumulation:
         self._layout = candidate.layout
         self._each = reduces_each(candidate.layout)
         self._is_last: bool | None = None
+        self.mean_tokens: float | None = None
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+    def run(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
         assert inputs is not None and targets is not None, "it holds the first and the last layer"
-        micro_batches = list(
-            zip(torch.split(inputs, self._micro_batch_size), torch.split(targets, self._micro_batch_size), strict=True)
-        )
-        factor = 1.0 / len(micro_batches)
+        split = [micro_batches(rows, self._micro_batch_size) for rows in (inputs, targets)]
+        number = len(split[0])
         module, scale = self._part.module, self._scale()
         losses = []
-        for i, (rows, wanted) in enumerate(micro_batches, start=1):
-            self._begin(is_last=i == len(micro_batches))
+        for i, (rows, wanted) in enumerate(zip(*split, strict=True), start=1):
+            self._begin(is_last=i == number)
             with autocast(self._candidate, self._device):
                 loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
-            losses.append(loss.detach())
+            share = 1.0 / number if self.mean_tokens is None else wanted.numel() / self.mean_tokens
+            losses.append(loss.detach() * (share * number))
             marker.mark("forward")
-            torch.autograd.backward(loss, torch.full_like(loss, factor * scale))
-            if i == len(micro_batches):
+            torch.autograd.backward(loss, torch.full_like(loss, share * scale))
+            if i == number:
                 finish_gradients(module)
             marker.mark("backward")
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -716,6 +734,8 @@ class Pipeline:
         self._loss = loss
         self._scale = scale
         self._losses: list[Tensor] = []
+        self._weight = 1.0
+        self.mean_tokens: float | None = None
         self._marker: Marker = SilentMarker()
 
         def context() -> AbstractContextManager[Any]:
@@ -725,8 +745,11 @@ class Pipeline:
         self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]
         self.schedule = build_schedule(candidate.layout, self.stages, self._num_microbatches, self._scaled_loss)
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+    def run(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
+        assert not isinstance(inputs, tuple) and not isinstance(targets, tuple), "stages exchange one shape"
         self._marker = marker
+        if targets is not None and self.mean_tokens is not None:
+            self._weight = targets.numel() / self.mean_tokens
         for stage in self.stages:
             stage.marker = marker
             stage.targets = () if targets is None else targets.tensor_split(self._num_microbatches)
@@ -743,7 +766,7 @@ class Pipeline:
         """Return the loss for the schedule's backward pass: for gradients of the mean over micro-batches, scaled."""
         self._marker.mark("bubble")
         with self._context():
-            loss = self._loss(outputs, targets)
+            loss = self._loss(outputs, targets) * self._weight
         self._losses.append(loss.detach())
         scaled = loss * (self._scale() / self._num_microbatches)
         self._marker.mark("forward")
