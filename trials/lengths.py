@@ -68,8 +68,11 @@ def arrange(sizes: Sequence[Size], candidate: Candidate, largest: Size) -> Arran
         steps = tuple(-(-side // NUM_BUCKETS) for side in largest)
         padded = [_rounded(size, steps, largest) for size in sizes]
         numbers.sort(key=lambda number: (math.prod(padded[number]), padded[number]))
-        # Neighbours go to different ranks, so that all have micro-batches of about the same size at the same time.
-        numbers = [number for rank in range(layout.dp) for number in numbers[rank :: layout.dp]]
+        # Neighbours go to different ranks, back and forth, so that all have micro-batches of about the same size at the
+        # same time.
+        groups = [numbers[first : first + layout.dp] for first in range(0, len(numbers), layout.dp)]
+        groups[1::2] = [group[::-1] for group in groups[1::2]]
+        numbers = [group[rank] for rank in range(layout.dp) for group in groups]
     if layout.sequence_parallel:
         steps = tuple(-(-step // layout.tp) * layout.tp for step in steps)
     per_rank = len(sizes) // layout.dp

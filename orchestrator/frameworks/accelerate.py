@@ -25,6 +25,7 @@ from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayR
 from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
     TORCH_SCALER,
+    VARYING_LENGTHS,
     WHOLE_BETWEEN,
     left_to_script,
     memory_savers,
@@ -392,6 +393,7 @@ _RUN: tuple[Setting, ...] = (
     ),
     custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
     *KERNELS_OF_SCRIPT,
+    *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP"),
         optimizer="fsdp_offload_params moves weights and gradients too, and gathers weights from the host",

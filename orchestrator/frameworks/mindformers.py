@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Argument, Words, either_dash, read
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    VARYING_LENGTHS,
     all_of,
     betas,
     memory_savers,
@@ -616,6 +617,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "the precision of fp32 multiplications is the default of the device"),
     lacking("kernels.cudnn_tuning_range", "no convolutions"),
     lacking("kernels.memory_format", "no convolutions"),
+    *VARYING_LENGTHS,
     *memory_savers(),
 )
 

@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Words, either_dash
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    VARYING_LENGTHS,
     all_of,
     is_uniform,
     layer_ids,
@@ -477,6 +478,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", _NO_CONVOLUTIONS),
     lacking("kernels.memory_format", _NO_CONVOLUTIONS),
+    *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs("offload_recompute_inputs"),
         optimizer="offload_optim keeps states on the host, but moves them to the device for the update",

@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, ei
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_EXPERTS,
+    VARYING_LENGTHS,
     all_of,
     betas,
     in_rows,
@@ -471,6 +472,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "no memory format; Llama has no convolutions"),
+    *VARYING_LENGTHS,
     *memory_savers(
         loss_chunks=option("kernels.loss_chunks", "loss.num_chunks"),
         optimizer="training.enable_cpu_offload moves weights and gradients too, and gathers weights from the host",
