@@ -14,6 +14,7 @@ import torch
 from tests.trials.gang import differences, run_gang
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials import datasets
+from trials.failure import DataError
 from trials.legality import violations
 from trials.lengths import arrange, draw_lengths, expected_positions, length_report
 from trials.models import built_in
@@ -26,11 +27,14 @@ from trials.spec import (
     Layout,
     Loader,
     ModuleFacts,
+    PythonData,
+    PythonModel,
     TextData,
 )
 from trials.training.loop import Accumulation, SilentMarker, Trainer
 from trials.worker import open_dataset
 
+EXAMPLES = Path(__file__).parents[2] / "configs" / "examples"
 LENGTHS = (2, 3, 5, 8, 13, 16)
 VARYING = dataclasses.replace(WORKLOAD, data=TextData(lengths=LENGTHS))
 DECODER = {
@@ -190,6 +194,34 @@ def test_buckets_and_packing_pad_less_and_balance_ranks():
     assert reports["buckets"].num_shapes <= 8
 
 
+def detection(**knobs):
+    model = PythonModel(
+        model="detector:build",
+        loss="detector:loss",
+        layers="blocks",
+        cwd=str(EXAMPLES),
+        facts=ModuleFacts(num_layers=3, has_convolutions=True),
+    )
+    data = PythonData(dataset="detector:dataset", cwd=str(EXAMPLES))
+    return trial(workload=Workload(model=model, data=data, seq_length=1, global_batch_size=16), **knobs)
+
+
+def test_a_detector_trains_alike_on_images_of_every_padding():
+    alone = trained(detection(num_microbatches=16))
+    for batching in ("padding", "buckets"):
+        assert off_by(trained(detection(batching=batching, num_microbatches=4)), alone) < 1e-4
+    report = open_dataset(detection(batching="padding", num_microbatches=4), 0).report(range(3))
+    better = open_dataset(detection(batching="buckets", num_microbatches=4), 0).report(range(3))
+    assert 0 < better.padding < report.padding
+
+
+def test_sizes_must_match_the_inputs():
+    dataset = open_dataset(detection(), 0)
+    dataset._sizes = [(3, 32, 32)] * len(dataset._sizes)
+    with pytest.raises(DataError, match="but sizes lists"):
+        dataset[0]
+
+
 PIPELINE, PACKING = Layout(pp=2, stage_layers=((1, 1),)), Loader(batching="packing")
 EXPERTS = dataclasses.replace(SHAPE, experts=Experts(num_experts=2, top_k=1, ffn_hidden_size=32))
 DYNAMIC = Kernels(compile="block", dynamic=True)
@@ -204,7 +236,7 @@ REFUSED = {
         VARYING,
         {"kernels": dataclasses.replace(DYNAMIC, compile_mode="reduce-overhead")},
     ),
-    "requires a dense model": (dataclasses.replace(VARYING, model=EXPERTS), {}),
+    "require a dense model": (dataclasses.replace(VARYING, model=EXPERTS), {}),
 }
 
 
