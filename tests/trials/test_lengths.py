@@ -30,6 +30,7 @@ from trials.spec import (
     PythonData,
     PythonModel,
     TextData,
+    Workload,
 )
 from trials.training.loop import Accumulation, SilentMarker, Trainer
 from trials.worker import open_dataset
