@@ -414,10 +414,10 @@ Lengths = Annotated[
     ),
 ]
 _LENGTHS_FIELD = Field(
-    default=(),
+    default=None,
     description="Distribution of the samples' lengths in tokens: a list of equally likely ones, percentiles like "
     "{p0: 16, p50: 300, p100: 4096}, or the path of a text file with one length per line. Longer samples are cut to "
-    "seq_length. Default: all have seq_length tokens.",
+    "seq_length. null: all have seq_length tokens.",
 )
 
 
@@ -430,12 +430,12 @@ class TextSection(Section):
         description="File or folder, relative to the sweep file; null: the source of the Python standard library.",
     )
     pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
-    lengths: Lengths = _LENGTHS_FIELD
+    lengths: Lengths | None = _LENGTHS_FIELD
 
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TextData:
-        return TextData(path=self.path, pattern=self.pattern, lengths=self.lengths)
+        return TextData(path=self.path, pattern=self.pattern, lengths=self.lengths or ())
 
     def check_files(self, model: Model, seq_length: int) -> None:  # noqa: ARG002
         if self.path is not None:
@@ -448,8 +448,8 @@ class TokenFileSection(Section):
     kind: Literal["token_file"] = Field(description="How the data is read.")
     path: str = Field(description="The file, relative to the sweep file.")
     dtype: Literal["uint8", "uint16", "int32", "int64"] = Field(default="uint16", description="Type of a token id.")
-    lengths: Lengths = Field(
-        default=(),
+    lengths: Lengths | None = Field(
+        default=None,
         description="Distribution of the samples' lengths in tokens, as for text; or {end_token: 2}, for the lengths "
         "between the occurrences of this token in the file.",
     )
@@ -460,7 +460,7 @@ class TokenFileSection(Section):
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TokenFileData:
-        return TokenFileData(path=self.path, dtype=self.dtype, lengths=self.lengths)
+        return TokenFileData(path=self.path, dtype=self.dtype, lengths=self.lengths or ())
 
     def check_files(self, model: Model, seq_length: int) -> None:
         check_tokens(Path(self.path), num_tokens=seq_length + 1, token_bytes=self.NUM_BYTES[self.dtype])
@@ -575,7 +575,7 @@ class WorkloadSection(Section):
             raise fault("seq_length", "missing", "Add 'seq_length'.")
         if not reads_tokens and self.seq_length not in (None, 1):
             raise fault("seq_length", f"{self.model.kind} models read no sequences", "Leave it out.")
-        if getattr(self.data, "lengths", ()) and getattr(self.model, "experts", None) is not None:
+        if getattr(self.data, "lengths", None) and getattr(self.model, "experts", None) is not None:
             message = "a mixture of experts would be balanced over padding, too"
             raise fault("data.lengths", message, "Leave it out, or use a dense model.")
         fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
