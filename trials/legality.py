@@ -207,12 +207,15 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
 
 def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
     """Matrices of experts are neither columns of one product nor linear modules."""
-    if not has_experts(workload.model):
+    experts = workload.model.experts if isinstance(workload.model, LlamaModel) else None
+    if experts is None:
         return None
     if candidate.layout.tp > 1:
         return f"tp {candidate.layout.tp}: mixtures of experts are not split by tensor parallelism; use tp 1"
     if candidate.precision.level == LEVEL:
         return f"precision {LEVEL} does not support mixtures of experts; use O1 or O2"
+    if candidate.layout.cp > 1 and experts.capacity is not None:
+        return f"cp {candidate.layout.cp}: experts with a capacity need whole sequences; use cp 1 or capacity null"
     return None
 
 
@@ -315,7 +318,7 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
-    ("experts", "layout.tp precision.level", _experts_layout),
+    ("experts", "layout.tp layout.cp precision.level", _experts_layout),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
@@ -828,3 +831,5 @@ def _llama_problems(model: LlamaModel) -> Iterator[str]:
             yield f"top_k {experts.top_k} is outside 1..num_experts {experts.num_experts}"
         if not 0 <= experts.num_dense_layers < model.num_layers:
             yield f"num_dense_layers {experts.num_dense_layers} is outside 0..{model.num_layers - 1}"
+        if min(experts.aux_loss, experts.z_loss) < 0 or (experts.capacity is not None and experts.capacity <= 0):
+            yield "aux_loss and z_loss must be at least 0, and capacity above 0"

@@ -661,6 +661,21 @@ class MemoryFormatReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """How unevenly the router of a layer loaded its experts over the measured steps."""
+
+    layer: int
+    """Number of the layer in the whole model."""
+    busiest: float
+    """Tokens of the busiest expert over the mean of all experts, counting the tokens of all ranks."""
+    num_idle: int
+    """Experts without a token on any rank."""
+    rank: int
+    busiest_on_rank: float
+    """The same as ``busiest`` for the tokens of ``rank`` alone; of a gang, the rank where it is largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Everything a rank found out; empty if all such knobs are off."""
 
@@ -673,6 +688,8 @@ class Findings:
     memory_format: MemoryFormatReport | None = None
     lengths: LengthReport | None = None
     """Padding and imbalance; None if all samples are of one size."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Load of the experts per layer; empty for dense models and for balanced routing."""
     rates: tuple[RankRates, ...] = ()
     """Rates of a probe, one entry per rank."""
     profile: tuple[RankProfile, ...] = ()

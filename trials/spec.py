@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from trials.accelerator.kinds import DeviceKind
@@ -30,8 +30,19 @@ class Experts:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     balance_rate: float = 1e-3
     """Step per optimiser step of the bias that balances the experts; 0: none."""
+    aux_loss: float = 0.0
+    """Weight of the loss per sequence and layer that balances the experts; 0: none."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits, which keeps them small; 0: none."""
+    capacity: float | None = None
+    """Slots of an expert over the mean number of a sequence's tokens; tokens without a slot skip it. None: no limit."""
     routing: Literal["learned", "balanced"] = "learned"
     """``balanced`` sends tokens to all experts in turn, whatever the scores."""
+
+    @property
+    def slots_per_token(self) -> float:
+        """Rows of routed experts per token: with a capacity, used or not."""
+        return self.top_k if self.capacity is None else self.top_k * self.capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +328,14 @@ class Workload:
             if isinstance(self.model, LlamaModel | HuggingFaceModel) or self.seq_length > 1
             else "samples/s/p"
         )
+
+
+def with_learned_routing(workload: Workload) -> Workload:
+    """Return the workload as in production: ``routing: balanced`` is for measurements alone."""
+    model = workload.model
+    if not isinstance(model, LlamaModel) or model.experts is None or model.experts.routing == "learned":
+        return workload
+    return replace(workload, model=replace(model, experts=replace(model.experts, routing="learned")))
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]

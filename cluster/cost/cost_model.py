@@ -129,7 +129,7 @@ def _experts(model: LlamaModel) -> dict[str, float]:
     return {
         "expert_share": 1 - experts.num_dense_layers / model.num_layers,
         "num_experts": experts.num_experts,
-        "experts_per_token": experts.top_k,
+        "experts_per_token": experts.slots_per_token,
         "expert_ffn": experts.ffn_hidden_size,
         "shared_ffn": experts.shared_ffn_hidden_size,
     }

@@ -221,10 +221,9 @@ def _dense_operators(h: int, f: int) -> dict[str, Operator]:
 
 def _expert_operators(h: int, experts: Experts) -> dict[str, Operator]:
     """Operators of a token's routed experts. Patterns do not reach grouped products, so these have no path."""
-    k = experts.top_k
-    f = k * experts.ffn_hidden_size
+    f = round(experts.slots_per_token * experts.ffn_hidden_size)
     return {
-        "grouped_matmul": Operator(2 * f + k * h, 6 * h * f),
+        "grouped_matmul": Operator(2 * f + round(experts.slots_per_token * h), 6 * h * f),
         "feed_forward.experts.silu": Operator(f, 0, 2 * f),
         "feed_forward.experts.mul": Operator(f, 0, 3 * f),
     }

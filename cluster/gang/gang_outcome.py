@@ -63,7 +63,7 @@ from trials.outcome import (
     TimedOut,
     contradicted,
 )
-from trials.reports import Findings, GraphReport, OperatorCast, PatternEffect, merge_scripts
+from trials.reports import ExpertLoad, Findings, GraphReport, OperatorCast, PatternEffect, merge_scripts
 from trials.secrets import redact
 
 # ---- Whether the reports of a gang's ranks can be true
@@ -520,7 +520,8 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
     """Merge the findings of a gang's ranks, given in rank order.
 
     Effects of recompute and the cast lists come from the rank where they are largest, per pattern: a rank may hold none
-    of the layers concerned. Compilation comes from the rank that compiled most. The rest is equal on all ranks, or
+    of the layers concerned; likewise the load of experts, per layer. Compilation comes from the rank that compiled
+    most. The rest is equal on all ranks, or
     decided by the first; it comes from the first rank that has it.
     """
     return Findings(
@@ -532,6 +533,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         kernel_tuning=_first(findings.kernel_tuning for findings in ranks),
         memory_format=_first(findings.memory_format for findings in ranks),
         lengths=_first(findings.lengths for findings in ranks),
+        experts=_busiest_loads(findings.experts for findings in ranks),
         rates=tuple(rates for findings in ranks for rates in findings.rates),
         profile=tuple(profile for findings in ranks for profile in findings.profile),
         devices=most_noteworthy(health for findings in ranks for health in findings.devices),
@@ -559,6 +561,14 @@ def _largest_effects(ranks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternE
         for pattern, effect in own.items():
             largest[pattern] = max(largest.get(pattern, effect), effect, key=_size)
     return tuple(largest.values())
+
+
+def _busiest_loads(ranks: Iterable[Iterable[ExpertLoad]]) -> tuple[ExpertLoad, ...]:
+    """Return each layer's load on the rank where it is most uneven."""
+    largest: dict[int, ExpertLoad] = {}
+    for load in itertools.chain.from_iterable(ranks):
+        largest[load.layer] = max(largest.get(load.layer, load), load, key=lambda one: one.busiest_on_rank)
+    return tuple(largest[layer] for layer in sorted(largest))
 
 
 def _size(effect: PatternEffect) -> tuple[int, int, float]:

@@ -243,6 +243,24 @@ class ExpertsSection(Section):
         le=1,
         description="Step of the bias that balances the experts; 0: no balancing.",
     )
+    aux_loss: float = Field(
+        default=_EXPERTS.aux_loss,
+        ge=0,
+        le=100,
+        description="Weight of the auxiliary loss per sequence that balances the experts, e.g. 1e-4; 0: none.",
+    )
+    z_loss: float = Field(
+        default=_EXPERTS.z_loss,
+        ge=0,
+        le=100,
+        description="Weight of the router's z-loss, which keeps logits small, e.g. 1e-3; 0: none.",
+    )
+    capacity: float | None = Field(
+        default=_EXPERTS.capacity,
+        gt=0,
+        le=1e6,
+        description="Tokens per expert over the mean, per sequence; further ones skip the expert. null: no limit.",
+    )
     routing: Literal["learned", "balanced"] = Field(
         default=_EXPERTS.routing,
         description="learned: by score. balanced: to all experts in turn, because an untrained router is unbalanced.",

@@ -84,7 +84,7 @@ from trials.files import is_disk_full, to_json
 from trials.outcome import GangLost, LossCause, Outcome
 from trials.script.command import ScriptCommand
 from trials.secrets import VARIABLES
-from trials.spec import Candidate, Layout, Protocol, TrialSpec
+from trials.spec import Candidate, Layout, Protocol, TrialSpec, with_learned_routing
 
 # ---- Keeps a sweep's lease at the size its queue allows, and releases nodes that others need
 
@@ -406,8 +406,9 @@ class _GangBuilder:
         )
 
     def _trial_spec(self, trial: Trial) -> TrialSpec:
+        workload = self.spec.to_workload()
         return TrialSpec(
-            workload=self.spec.to_workload(),
+            workload=with_learned_routing(workload) if isinstance(trial.check, GateRun) else workload,
             candidate=trial.candidate,
             protocol=self._protocol(trial),
             device=self.device,

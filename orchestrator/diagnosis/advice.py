@@ -23,6 +23,11 @@ NEARLY_FULL = 0.92
 """Share of device memory above which the allocator is likely to free and reallocate blocks."""
 MANY_SHAPES = 4
 """Number of shapes of micro-batches from which on measuring kernels for each one costs more than it gains."""
+UNEVEN = 1.5
+"""Tokens of the busiest expert over the mean above which there is a line of advice."""
+FEW_ROWS = 256
+"""Rows per matrix below which a GPU reads weights for longer than it multiplies: an H100 multiplies some 300 16-bit
+numbers in the time it reads one."""
 HALF = ("float16", "bfloat16")
 
 
@@ -148,6 +153,28 @@ def _breaks(one: Observed) -> Iterator[str]:
         yield f"graph mode has {count(one.facts.graph_breaks, 'graph break')}{why}"
 
 
+def _experts(one: Observed) -> Iterator[str]:
+    """Tokens that are spread unevenly over experts, or thinly."""
+    decoder = decoder_of(one.workload.model)
+    shape = decoder.experts if decoder is not None else None
+    if shape is None:
+        return
+    worst = max(one.measurement.findings.experts, key=lambda load: load.busiest, default=None)
+    if worst is not None and worst.busiest > UNEVEN:
+        idle = f", {count(worst.num_idle, 'expert')} none" if worst.num_idle else ""
+        yield (
+            f"in layer {worst.layer} the busiest expert gets {worst.busiest:.2f}x the mean number of tokens{idle}: "
+            "a larger `experts.balance_rate` or `aux_loss` evens it out, and `capacity` limits it"
+        )
+    tokens = one.candidate.micro_batch_size * one.workload.seq_length // one.candidate.layout.cp
+    rows = tokens * shape.top_k / shape.num_experts
+    if rows < FEW_ROWS and not one.on_cpu:
+        yield (
+            f"an expert multiplies {rows:.0f} rows at a time, so reading its weights takes longer than multiplying: "
+            f"larger micro-batches, up from {one.candidate.micro_batch_size}, give it more"
+        )
+
+
 def _memory(one: Observed) -> Iterator[str]:
     peak, limit = one.measurement.peak_bytes, one.limit_bytes
     memory = one.measurement.device_memory
@@ -172,5 +199,6 @@ def _shapes(one: Observed) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[Observed], Iterable[str]], ...] = (
-    *(_sizes, _layout, _mask, _underflow, _batch_norm, _buckets, _copies, _syncs, _casts, _breaks, _memory, _shapes),
+    *(_sizes, _layout, _mask, _underflow, _batch_norm, _buckets, _copies, _syncs, _casts, _breaks, _experts, _memory),
+    _shapes,
 )

@@ -204,6 +204,8 @@ def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], fi
             )
     if config.get("norm_topk_prob", True) is False:
         found["normalizes"] = False
+    if config.get("output_router_logits"):
+        found |= {"aux_loss": float(config.get("router_aux_loss_coef", 0.001)), "balance_rate": 0.0}
     return found
 
 
@@ -214,7 +216,7 @@ def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str,
     if config.get("tie_word_embeddings", family.is_tied):
         yield "a separate output layer"
     if family.experts is not None and config.get("output_router_logits"):
-        yield "experts balanced by a bias instead of an auxiliary loss"
+        yield "an auxiliary loss per sequence and layer instead of one for all"
     head, ours = config.get("head_dim"), sizes["hidden_size"] // sizes["num_heads"]
     if head and head != ours:
         yield f"heads of size {ours} instead of {head}"

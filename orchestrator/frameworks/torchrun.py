@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.frameworks.spelling import WORKLOAD, Recipe, Setting, Settings, SettingsBuilder, custom, flatten
 from trials.accelerator.kinds import FAMILIES
 from trials.files import from_json, to_json
-from trials.spec import Candidate, TrialSpec, Workload
+from trials.spec import Candidate, TrialSpec, Workload, with_learned_routing
 
 SPEC, SCRIPT = "spec.json", "run.sh"
 _PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels", "offload")
@@ -54,7 +54,7 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def _render(builder: SettingsBuilder) -> dict[str, str]:
-    trial = TrialSpec(workload=builder.workload, candidate=builder.candidate)
+    trial = TrialSpec(workload=with_learned_routing(builder.workload), candidate=builder.candidate)
     script = _RUN.format(
         short=f"{builder.workload.model.kind}, configuration {builder.candidate.config_key[:12]},",
         world_size=builder.candidate.layout.world_size,

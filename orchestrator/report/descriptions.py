@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
@@ -26,6 +27,7 @@ from trials.health import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, DeviceHealth, Disturb
 from trials.outcome import Measurement
 from trials.reports import (
     CompileCache,
+    ExpertLoad,
     Findings,
     GraphReport,
     KernelTuningReport,
@@ -399,6 +401,8 @@ def _lines(findings: Findings) -> Iterator[str]:
         yield _memory_format(findings.memory_format)
     if findings.lengths is not None:
         yield _lengths(findings.lengths)
+    if findings.experts:
+        yield _experts(findings.experts)
     yield from (_device(one) for one in findings.devices if one is findings.devices[0] or _is_in_trouble(one))
 
 
@@ -462,6 +466,15 @@ def _memory_format(report: MemoryFormatReport) -> str:
     return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
 
 
+def _experts(loads: Sequence[ExpertLoad]) -> str:
+    """``load of experts, busiest over mean: 1.31x on average, 2.04x in layer 3 (2.40x on rank 1); 2 idle experts``."""
+    worst = max(loads, key=lambda load: load.busiest_on_rank)
+    mean = statistics.fmean(load.busiest for load in loads)
+    where = f"{worst.busiest:.2f}x in layer {worst.layer} ({worst.busiest_on_rank:.2f}x on rank {worst.rank})"
+    idle = units.count(sum(load.num_idle for load in loads), "idle expert")
+    return f"load of experts, busiest over mean: {mean:.2f}x on average over layers, {where}; {idle}"
+
+
 def _is_in_trouble(device: DeviceHealth) -> bool:
     return bool(device.throttled_by or device.uncorrected_errors)
 
@@ -515,6 +528,12 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
         values["num_unmet_cast_operators"] = sum(not cast.num_calls for cast in findings.autocast)
     if findings.loss_scale is not None:
         values["loss_scale"] = findings.loss_scale.scale
+    if findings.experts:
+        values |= {
+            "busiest_expert": max(load.busiest for load in findings.experts),
+            "busiest_expert_of_rank": max(load.busiest_on_rank for load in findings.experts),
+            "num_idle_experts": sum(load.num_idle for load in findings.experts),
+        }
     if findings.graph is not None:
         values |= {
             "num_graphs": findings.graph.num_graphs,

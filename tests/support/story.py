@@ -19,6 +19,7 @@ from trials.outcome import (
     TimedOut,
 )
 from trials.reports import (
+    ExpertLoad,
     Findings,
     GraphReport,
     KernelTuningReport,
@@ -52,6 +53,7 @@ FOUND = Findings(
         tuning_time_s=3.0,
         verdict="Waiting for data is 52% of the step.",
     ),
+    experts=(ExpertLoad(layer=1, busiest=1.6, num_idle=2, rank=1, busiest_on_rank=2.4),),
     kernel_tuning=KernelTuningReport(num_configurations=3, num_lookups=40, num_hits=30),
     memory_format=MemoryFormatReport(rule="16-bit: nhwc", chosen="nhwc", nchw_s=0.04, nhwc_s=0.03),
 )

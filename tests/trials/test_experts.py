@@ -17,7 +17,7 @@ from tests.trials.test_parity import NEUTRAL, name_of, tolerances
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
-from trials.spec import Experts
+from trials.spec import Experts, with_learned_routing
 
 EXPERTS = Experts(
     num_experts=4,
@@ -26,6 +26,8 @@ EXPERTS = Experts(
     shared_ffn_hidden_size=16,
     num_dense_layers=1,
     scores="sigmoid",
+    aux_loss=0.1,
+    z_loss=0.01,
 )
 REFERENCE = name_of(NEUTRAL)
 
@@ -120,11 +122,57 @@ def gradients(made, compute, x):
 
 
 def test_a_layer_computes_each_token_by_its_experts():
-    made, x = layer(), torch.randn(2, 7, 8)
+    made, x = layer(dataclasses.replace(EXPERTS, aux_loss=0.0, z_loss=0.0)), torch.randn(2, 7, 8)
     torch.testing.assert_close(made(x), by_loop(made, x))
     expected = gradients(made, functools.partial(by_loop, made), x)
     for name, gradient in gradients(made, made, x).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def by_loop_with_losses(made, x):
+    """What the layer computes, and its losses, written down as in the papers."""
+    losses = []
+    for sequence in x:
+        logits = sequence @ made.router.weight.T
+        scores = logits.sigmoid()
+        chosen = scores.topk(EXPERTS.top_k).indices
+        share = scores / scores.sum(-1, keepdim=True)
+        for expert in range(EXPERTS.num_experts):
+            f = EXPERTS.num_experts * (chosen == expert).sum() / (EXPERTS.top_k * len(sequence))
+            losses.append(EXPERTS.aux_loss * f * share[:, expert].mean() / len(x))
+        losses += [EXPERTS.z_loss * logits.exp().sum(-1).log().square().mean() / len(x)]
+    return torch.stack(losses).sum()
+
+
+def test_the_routers_losses_have_their_gradient_and_no_value():
+    made, x = layer(), torch.randn(2, 7, 8, requires_grad=True)
+    ExpertBalance([made.router], None).scale_losses(0.5)
+    made(x).square().sum().backward()
+    found, x.grad = (x.grad, made.router.weight.grad.clone()), None
+    made.zero_grad()
+    (by_loop(made, x).square().sum() + 0.5 * by_loop_with_losses(made, x)).backward()
+    torch.testing.assert_close(found, (x.grad, made.router.weight.grad), rtol=1e-4, atol=1e-4)
+
+
+def test_with_a_capacity_later_tokens_skip_a_full_expert():
+    made = layer(dataclasses.replace(EXPERTS, shared_ffn_hidden_size=0, capacity=0.75))
+    x = torch.randn(3, 8, 8)
+    weights, ids = (found.unflatten(0, (3, 8)) for found in made.router(x.flatten(0, 1), num_sequences=3))
+    expected, dropped = torch.zeros_like(x), 0
+    for number, sequence in enumerate(x):
+        taken = [0] * EXPERTS.num_experts
+        for position, token in enumerate(sequence):
+            for weight, expert in zip(weights[number, position], ids[number, position].tolist(), strict=True):
+                taken[expert] += 1
+                if taken[expert] > 3:  # three quarters of 8 tokens x 2 / 4 experts
+                    dropped += 1
+                    continue
+                gate, up = (token @ made.experts.w13[expert]).chunk(2)
+                expected[number, position] += weight * ((torch.nn.functional.silu(gate) * up) @ made.experts.w2[expert])
+    assert dropped
+    torch.testing.assert_close(made(x), expected)
+    ample = layer(dataclasses.replace(EXPERTS, capacity=4.0))
+    torch.testing.assert_close(ample(x), layer()(x))
 
 
 FAULTS = {
@@ -165,9 +213,39 @@ def test_the_bias_evens_out_a_skewed_router():
     for _ in range(150):
         _, ids = router(x)
         router.load.add_(ids.flatten().bincount(minlength=4))
+        balance.reset()
         balance.update()
-        shares.append(balance.shares.max().item())
+        shares.append(balance.loads(0)[0].busiest / 4)
     assert shares[0] > 0.38 and max(shares[-4:]) < 0.35
+
+
+def test_the_load_is_that_of_the_steps_since_the_last_reset():
+    router = Router(8, EXPERTS, layer=3)
+    router.materialize(torch.device("cpu"))
+    balance = ExpertBalance([router], None)
+    assert balance.loads(0) == ()
+    for load in ([99.0, 0.0, 0.0, 0.0], [4.0, 2.0, 2.0, 0.0], [2.0, 0.0, 2.0, 0.0]):
+        if load[0] == 4.0:
+            balance.reset()
+        router.load.copy_(torch.tensor(load))
+        balance.update()
+    (found,) = balance.loads(5)
+    assert (found.layer, found.rank, found.num_idle) == (3, 5, 1)
+    assert found.busiest == found.busiest_on_rank == pytest.approx(6 / 3)
+    assert router.bias.tolist() == pytest.approx([-3e-3, 2e-3, 0.0, 3e-3])
+
+
+def test_a_trial_reports_the_load_of_every_layer():
+    loads = reference().findings.experts
+    assert [load.layer for load in loads] == list(range(1, SPECS[REFERENCE].workload.model.num_layers))
+    assert all(1.0 <= load.busiest <= 2.0 and load.busiest == load.busiest_on_rank for load in loads)
+
+
+def test_the_loss_gate_and_exports_route_as_learned():
+    workload = SPECS[REFERENCE].workload
+    balanced = dataclasses.replace(EXPERTS, routing="balanced")
+    measured = dataclasses.replace(workload, model=dataclasses.replace(workload.model, experts=balanced))
+    assert with_learned_routing(measured) == workload == with_learned_routing(workload)
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -179,6 +257,15 @@ def test_what_cannot_be_trained_is_refused():
         return " ".join(violations(workload, spec.candidate))
 
     assert "num_experts 4" in problems(dataclasses.replace(EXPERTS, top_k=5))
+    assert "capacity" in problems(dataclasses.replace(EXPERTS, capacity=0.0))
     assert "num_dense_layers" in problems(dataclasses.replace(EXPERTS, num_dense_layers=3))
     candidate = dataclasses.replace(spec.candidate, layout=dataclasses.replace(spec.candidate.layout, tp=2))
+    limited = dataclasses.replace(model, experts=dataclasses.replace(EXPERTS, capacity=1.5))
+    layout = dataclasses.replace(spec.candidate.layout, cp=2)
+    assert any(
+        "whole sequences" in problem
+        for problem in violations(
+            dataclasses.replace(spec.workload, model=limited), dataclasses.replace(spec.candidate, layout=layout)
+        )
+    )
     assert any("mixtures of experts" in problem for problem in violations(spec.workload, candidate))

@@ -149,7 +149,7 @@ class Block(nn.Module):
         self.feed_forward: FeedForward | MixtureOfExperts = (
             FeedForward(shape)
             if shape.experts is None or number < shape.experts.num_dense_layers
-            else MixtureOfExperts(shape.hidden_size, shape.experts)
+            else MixtureOfExperts(shape.hidden_size, shape.experts, number)
         )
         self.schedule: BlockSchedule = one_after_the_other
 

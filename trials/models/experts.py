@@ -3,20 +3,23 @@
 Shape letters: T tokens of this rank, K experts per token, E routed experts, D hidden size, F width of an expert.
 
 Nothing here waits for the device: which rows go to which expert is known only there, so the sizes of all tensors are
-those of all rows together. Tokens are never dropped.
+those of all rows together. Tokens are dropped only if a capacity is set.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from trials.reports import ExpertLoad
 from trials.spec import Experts
 
 # ---- Grouped matrix products: consecutive rows, a matrix for each group
@@ -106,6 +109,26 @@ def _outer_flops(rows: Any, grads: Any, *_: Any, **__: Any) -> int:
 # ---- The layer
 
 
+class _AddLoss(torch.autograd.Function):
+    """Passes values on unchanged; in the backward pass ``loss`` gets ``factor`` as its gradient.
+
+    So a loss inside the model needs no way to the end of it, which may be on another rank (as in Megatron-LM).
+    """
+
+    @staticmethod
+    def forward(values: Tensor, loss: Tensor, factor: Tensor) -> Tensor:  # noqa: ARG004
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return grad, factor, None
+
+
 class Router(nn.Module):
     """Chooses the experts of every token, in fp32.
 
@@ -113,26 +136,37 @@ class Router(nn.Module):
     that are chosen less than others (Wang et al., arXiv 2408.15664), which balances them without an auxiliary loss.
     """
 
-    def __init__(self, hidden_size: int, shape: Experts) -> None:
+    def __init__(self, hidden_size: int, shape: Experts, layer: int = 0) -> None:
+        """``layer`` is its number in the whole model."""
         super().__init__()
         self.shape = shape
+        self.layer = layer
         self.weight = nn.Parameter(torch.empty(shape.num_experts, hidden_size))
         # Plain attributes, not buffers: DDP sends buffers around at every step.
         self.bias: Tensor
         self.load: Tensor
+        self.loss_factor: Tensor
+        """What the gradients of the router's own losses are multiplied by, as those of the model's loss are."""
+        self.sequence_group: dist.ProcessGroup | None = None
+        """Ranks with the other positions of the same sequences, under context parallelism."""
 
     def materialize(self, device: torch.device) -> None:
-        """Create the bias and the counts, all zero."""
+        """Create the bias and the counts, all zero, and the factor of a single micro-batch."""
         self.bias = torch.zeros(self.shape.num_experts, device=device)
         self.load = torch.zeros(self.shape.num_experts, device=device)
+        self.loss_factor = torch.ones((), device=device)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights in fp32 and the numbers of each token's experts, both ``[T, K]``, for ``x [T, D]``."""
+    def forward(self, x: Tensor, num_sequences: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the weights in fp32 and the numbers of each token's experts, both ``[T, K]``, for ``x [T, D]``, the
+        tokens of one sequence after those of another."""
         shape = self.shape
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
             scores = logits.sigmoid() if shape.scores == "sigmoid" else logits.softmax(-1)
             ids = self._in_turn(x) if shape.routing == "balanced" else self._best(scores)
+            if shape.aux_loss or shape.z_loss:
+                loss = self._losses(logits, scores, ids, num_sequences)
+                scores = _AddLoss.apply(scores, loss, self.loss_factor)  # type: ignore[no-untyped-call]
             chosen = scores.gather(1, ids)
             if shape.normalizes:
                 chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -141,9 +175,44 @@ class Router(nn.Module):
     def _best(self, scores: Tensor) -> Tensor:
         return (scores.detach() + self.bias).topk(self.shape.top_k, dim=-1, sorted=False).indices
 
+    def _losses(self, logits: Tensor, scores: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
+        """Return the auxiliary loss, a mean over sequences (DeepSeek-AI, arXiv 2412.19437, equations 17 to 20), plus
+        the z-loss, a mean over tokens (Zoph et al., arXiv 2202.08906, equation 5).
+
+        Both are sums over tokens once the experts' load is known, so they do not depend on how a batch is split.
+        """
+        shape = self.shape
+        total = logits.new_zeros(())
+        if shape.z_loss:
+            total = total + shape.z_loss * logits.logsumexp(-1).square().mean()
+        if shape.aux_loss:
+            counts = counts_of(ids.view(num_sequences, -1), shape.num_experts).float()
+            if self.sequence_group is not None:
+                counts = summed(counts, self.sequence_group)
+            load = counts * (shape.num_experts / counts.sum(-1, keepdim=True))
+            probabilities = scores / scores.sum(-1, keepdim=True)
+            mean = probabilities.view(num_sequences, -1, shape.num_experts).mean(1)
+            total = total + shape.aux_loss * (load * mean).sum(-1).mean()
+        return total
+
     def _in_turn(self, x: Tensor) -> Tensor:
         size = (x.shape[0], self.shape.top_k)
         return (torch.arange(size[0] * size[1], device=x.device) % self.shape.num_experts).view(size)
+
+
+def counts_of(ids: Tensor, num_experts: int) -> Tensor:
+    """Return how often each of the experts occurs in every row of ``ids [N, R]``, as ``[N, E]``.
+
+    bincount would do for one row, but the shape of its result depends on values.
+    """
+    counts = torch.zeros(ids.shape[0], num_experts, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add(1, ids, torch.ones_like(ids))
+
+
+def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the group, in a form that graph mode can capture."""
+    total: Tensor = funcol.all_reduce(values, "sum", group)
+    return total
 
 
 class RoutedExperts(nn.Module):
@@ -181,31 +250,65 @@ class SharedExpert(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token."""
 
-    def __init__(self, hidden_size: int, shape: Experts) -> None:
+    def __init__(self, hidden_size: int, shape: Experts, layer: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.router = Router(hidden_size, shape)
+        self.router = Router(hidden_size, shape, layer)
         self.experts = RoutedExperts(hidden_size, shape)
         width = shape.shared_ffn_hidden_size
         self.shared = SharedExpert(hidden_size, width) if width else None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
-        weights, ids = self.router(flat)
-        chosen = ids.flatten()
-        # bincount would do, but the shape of its result depends on values.
-        counts = torch.zeros(self.shape.num_experts, dtype=torch.int64, device=x.device)
-        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+        weights, ids = self.router(flat, num_sequences=x.shape[0])
+        counts = counts_of(ids.view(1, -1), self.shape.num_experts)[0]
         # A layer that is recomputed counts all of its tokens twice, which changes no expert's share.
         self.router.load.add_(counts)
-        order = chosen.argsort(stable=True)
-        out = self.experts(flat[order // self.shape.top_k], counts)
-        # Back by the inverse order: a sum over indices would add in no particular order on GPUs.
-        by_token = out[order.argsort()].unflatten(0, ids.shape)
+        if self.shape.capacity is None:
+            order = ids.flatten().argsort(stable=True)
+            out = self.experts(flat[order // self.shape.top_k], counts)
+            # Back by the inverse order: a sum over indices would add in no particular order on GPUs.
+            by_token = out[order.argsort()]
+        else:
+            source, place, counts = self._slots(ids.view(x.shape[0], -1), self.shape.capacity)
+            out = self.experts(with_zeros(flat)[source], counts)
+            by_token = with_zeros(out)[place]
+        by_token = by_token.unflatten(0, ids.shape)
         result = torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).squeeze(1).to(x.dtype)
         if self.shared is not None:
             result = result + self.shared(flat)
         return result.view_as(x)
+
+    def _slots(self, ids: Tensor, capacity: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Assign a fixed number of slots per expert and sequence, to tokens in order of position.
+
+        Slots per sequence, not per micro-batch, make the choice independent of the layout.
+
+        Args:
+            ids: the experts of every sequence's tokens, ``[B, S * K]``.
+
+        Returns:
+            The token of each of the R slots, sorted by expert, or T for an empty one; the slot of each of a token's
+            results ``[T * K]``, or R for a dropped one; and the number of slots of each expert.
+        """
+        num_experts, num_sequences = self.shape.num_experts, ids.shape[0]
+        limit = math.ceil(capacity * ids.shape[1] / num_experts)
+        num_slots = num_experts * num_sequences * limit
+        groups = (ids * num_sequences + torch.arange(num_sequences, device=ids.device).unsqueeze(1)).flatten()
+        counts = counts_of(groups.view(1, -1), num_experts * num_sequences)[0]
+        order = groups.argsort(stable=True)
+        rank = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=ids.device))
+        position = rank - (counts.cumsum(0) - counts)[groups]
+        place = torch.where(position < limit, groups * limit + position, num_slots)
+        tokens = torch.arange(len(order), device=ids.device) // self.shape.top_k
+        source = torch.full((num_slots + 1,), ids.numel() // self.shape.top_k, device=ids.device)
+        source = source.scatter(0, place, tokens)[:-1]
+        return source, place, torch.full((num_experts,), num_sequences * limit, device=ids.device)
+
+
+def with_zeros(rows: Tensor) -> Tensor:
+    """Return the rows, and one of zeros after them."""
+    return F.pad(rows, (0, 0, 0, 1))
 
 
 def routers_in(modules: Iterable[nn.Module]) -> list[Router]:
@@ -214,25 +317,62 @@ def routers_in(modules: Iterable[nn.Module]) -> list[Router]:
 
 
 class ExpertBalance:
-    """Updates the biases of a rank's routers once per step, from the token counts of all ranks with the same layers."""
+    """Updates the biases of a rank's routers once per step, from the token counts of all ranks with the same layers,
+    and keeps these counts."""
 
     def __init__(self, routers: list[Router], group: dist.ProcessGroup | None) -> None:
         """``group`` are the ranks that route other tokens through the same layers; None if this is the only one."""
         self._routers = [router for router in routers if router.shape.routing == "learned"]
+        self._with_losses = routers
+        self._factor = 1.0
         self._group = group
-        self.shares: Tensor | None = None
-        """Share of the tokens that each expert got in the last step, ``[layers, E]``."""
+        self._total: Tensor | None = None
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take one step towards equal load, and reset the counts."""
+        """Take one step towards equal load, and start counting the next step."""
         if not self._routers:
             return
-        load = torch.stack([router.load for router in self._routers])
+        own = torch.stack([router.load for router in self._routers])
+        load = own
         if self._group is not None:
+            load = own.clone()
             dist.all_reduce(load, group=self._group)
-        self.shares = load / load.sum(-1, keepdim=True)
-        moves = torch.sign(self.shares.mean(-1, keepdim=True) - self.shares)
+        counts = torch.stack([load, own])
+        self._total = counts if self._total is None else self._total + counts
+        moves = torch.sign(load.mean(-1, keepdim=True) - load)
         for router, move in zip(self._routers, moves, strict=True):
             router.bias.add_(move, alpha=router.shape.balance_rate)
             router.load.zero_()
+
+    def scale_losses(self, factor: float) -> None:
+        """Multiply the routers' own losses by ``factor`` in the backward pass, as the model's loss is."""
+        if factor != self._factor:
+            self._factor = factor
+            for router in self._with_losses:
+                router.loss_factor.fill_(factor)
+
+    def reset(self) -> None:
+        """Forget the counts of earlier steps."""
+        self._total = None
+
+    def loads(self, rank: int) -> tuple[ExpertLoad, ...]:
+        """Return the load of this rank's layers since the last reset; waits for the device."""
+        if self._total is None:
+            return ()
+        load, own = self._total.cpu()
+        return tuple(
+            ExpertLoad(
+                layer=router.layer,
+                busiest=_busiest(everywhere),
+                num_idle=int((everywhere == 0).sum()),
+                rank=rank,
+                busiest_on_rank=_busiest(here),
+            )
+            for router, everywhere, here in zip(self._routers, load, own, strict=True)
+        )
+
+
+def _busiest(load: Tensor) -> float:
+    """Return the largest count over the mean."""
+    return float(load.max() / load.mean().clamp(min=1e-9))

@@ -110,9 +110,11 @@ class Trainer:
             self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
         self.gradients = Gradients(self.parts, self.layout, mesh, device)
         self.balance = _balance(spec, self.parts, mesh)
+        self._rank = 0 if mesh is None else mesh.get_rank()
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self._num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
         self._clip_norm = spec.workload.optimizer.clip_norm
         self._grad_factor: float | Tensor = 1.0
         self._workload = spec.workload
@@ -142,6 +144,8 @@ class Trainer:
             num_tokens = sum(draw_lengths(self._workload, self._num_begun))
             self.engine.mean_tokens = num_tokens / self.layout.dp
             self._num_begun += 1
+        if self.balance is not None:
+            self.balance.scale_losses(self._scale() / self._num_microbatches)
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
@@ -219,6 +223,7 @@ class Trainer:
             recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
             autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
             loss_scale=None if self.scaler is None else self.scaler.state(),
+            experts=() if self.balance is None else self.balance.loads(self._rank),
         )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
@@ -244,7 +249,11 @@ def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -
     group = None
     if mesh is not None and layout.dp * layout.cp > 1:
         group = flat_mesh(mesh, DATA_AXES).get_group()
-    return ExpertBalance(routers_in(part.model for part in parts), group)
+    routers = routers_in(part.model for part in parts)
+    if mesh is not None and layout.cp > 1:
+        for router in routers:
+            router.sequence_group = mesh["cp"].get_group()
+    return ExpertBalance(routers, group)
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:

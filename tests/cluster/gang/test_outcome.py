@@ -41,6 +41,7 @@ from trials.outcome import (
     TimedOut,
 )
 from trials.reports import (
+    ExpertLoad,
     Findings,
     GraphReport,
     LossScaleState,
@@ -481,6 +482,18 @@ def test_a_cast_counts_the_most_of_one_rank_by_list():
         cast("linear", 1, "black"),
         cast("softmax", 0, "black"),
     }
+
+
+def test_the_load_of_experts_is_that_of_the_most_uneven_rank_per_layer():
+    def load(layer, rank, on_rank):
+        return ExpertLoad(layer=layer, busiest=1.5, num_idle=0, rank=rank, busiest_on_rank=on_rank)
+
+    ranks = [
+        Findings(experts=(load(2, 0, 1.6), load(1, 0, 1.9))),
+        Findings(experts=(load(2, 1, 1.7), load(1, 1, 1.8))),
+        Findings(experts=(load(4, 2, 1.5),)),
+    ]
+    assert merge_findings(ranks).experts == (load(1, 0, 1.9), load(2, 1, 1.7), load(4, 2, 1.5))
 
 
 def test_the_rest_comes_from_the_first_rank_that_has_it():

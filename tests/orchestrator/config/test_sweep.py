@@ -77,6 +77,9 @@ EXPERTS = {
     "scores": "sigmoid",
     "normalizes": False,
     "balance_rate": 0.01,
+    "aux_loss": 1e-4,
+    "z_loss": 1e-3,
+    "capacity": 1.25,
     "routing": "balanced",
 }
 MIXTURE = {"name": "mixture", "workload": {**SMALL["workload"], "model": {**LLAMA, "experts": EXPERTS}}}

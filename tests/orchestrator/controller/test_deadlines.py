@@ -1,4 +1,4 @@
-"""Deadlines of launches follow the expected step, where the file's are too short for it."""
+"""Launches: deadlines follow the expected step where the file's are too short, and the loss gate trains as usual."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,10 +47,14 @@ def spec(tmp_path):
     return load_sweep(path)
 
 
-def deadlines(spec, candidate, check=None):
+def launch(spec, candidate, check=None):
     trial = Trial(number=0, candidate=candidate, origin="baseline", reason="", proposed_at_s=0.0, check=check)
     placement = Placement(ranks=tuple(Device(node="n", index=i) for i in range(8)), reserved=())
-    return make_launcher(spec, Topology(nodes=(NODE,)), Path("attempts")).build(trial, "a", "t", placement).deadlines
+    return make_launcher(spec, Topology(nodes=(NODE,)), Path("attempts")).build(trial, "a", "t", placement)
+
+
+def deadlines(spec, candidate, check=None):
+    return launch(spec, candidate, check).deadlines
 
 
 def test_deadlines_give_slow_steps_the_time_that_the_cost_model_expects(spec):
@@ -74,3 +78,10 @@ def test_the_fp32_reference_of_the_loss_gate_gets_the_time_for_its_own_steps(spe
 def test_longer_deadlines_of_the_file_stay(spec):
     longer = spec.model_copy(update={"deadlines": spec.deadlines.model_copy(update={"stall_s": 1e6})})
     assert deadlines(longer, spec.baseline_candidate).stall_s == 1e6
+
+
+@pytest.mark.parametrize(("check", "routing"), [(None, "balanced"), (GateRun(of=0, role="baseline"), "learned")])
+def test_trials_measure_balanced_experts_and_the_loss_gate_trains_learned_ones(check, routing):
+    spec = load_sweep(ROOT / "configs/sweeps/moe.yaml")
+    launched = launch(spec, spec.baseline_candidate, check)
+    assert launched.spec["workload"]["model"]["experts"]["routing"] == routing

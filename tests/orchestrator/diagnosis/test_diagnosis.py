@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.cost.step_time import TIME_TERMS
+from orchestrator.diagnosis.advice import Observed, advise
 from orchestrator.diagnosis.bottlenecks import ProfileOf, split
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.explain import _changes as explain_changes
@@ -23,6 +24,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import ProofState
 from orchestrator.terminal.explain_screen import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import (
+    MODEL,
     ONE_NODE,
     TINY,
     TWO_NODES,
@@ -42,10 +44,11 @@ from tests.orchestrator.terminal.test_report import text
 from tests.support.proof_story import proof_events
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
-from trials.reports import Findings, LoaderPoint, LoaderTuningReport, PatternEffect, ScriptReport
+from trials.reports import ExpertLoad, Findings, LoaderPoint, LoaderTuningReport, PatternEffect, ScriptReport
 from trials.spec import (
     Candidate,
     CustomChoice,
+    Experts,
     Kernels,
     Layout,
     LinearModel,
@@ -373,3 +376,28 @@ def test_a_winner_of_several_knobs_is_explained_by_all_of_them_and_buckets_are_a
     assert "ddp_bucket_mb" in text(render_sweep_explanation(alone), width=200)
     (change,) = explain_changes(state.trials[0], tuple(candidates), state, Basis())
     assert change.trial.number == 1
+
+
+def test_uneven_and_starved_experts_are_advised_on():
+    experts = Experts(num_experts=64, top_k=2, ffn_hidden_size=1408)
+    workload = replace(WORKLOAD, model=replace(MODEL, experts=experts))
+    load = ExpertLoad(layer=3, busiest=2.0, num_idle=5, rank=1, busiest_on_rank=2.5)
+    candidate = llama(Layout(dp_replicate=1, dp_shard=8, zero_stage=3))
+
+    def lines(load, on_cpu=False):
+        findings = Findings(experts=(load,))
+        found = measured(1.0, findings=findings)
+        one = Observed(
+            workload=workload,
+            candidate=candidate,
+            measurement=found.measurement,
+            on_cpu=on_cpu,
+            limit_bytes=None,
+            baseline=None,
+        )
+        return advise(one)
+
+    uneven, starved = lines(load)
+    assert uneven.startswith("in layer 3 the busiest expert gets 2.00x the mean number of tokens, 5 experts none")
+    assert starved.startswith("an expert multiplies 128 rows at a time")
+    assert lines(replace(load, busiest=1.2), on_cpu=True) == ()
