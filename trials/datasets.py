@@ -63,6 +63,11 @@ Batch = tuple[Rows, Rows]
 """Inputs and targets of one data-parallel rank."""
 
 
+def micro_batches(rows: Rows, size: int) -> tuple[Tensor, ...]:
+    """Return a rank's micro-batches of ``size`` rows, if they are not already apart."""
+    return torch.split(rows, size) if isinstance(rows, Tensor) else rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """The rows of every global batch that a data-parallel rank trains on, and how it reads them."""

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import is_host, mark, synchronize, widest_float
 from trials.attention import causal_attention
-from trials.datasets import Batch, Rows, StepBatches
+from trials.datasets import Batch, Rows, StepBatches, micro_batches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
@@ -521,11 +521,6 @@ class Engine(Protocol):
         Return the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
         """
         ...
-
-
-def micro_batches(rows: Rows, size: int) -> tuple[Tensor, ...]:
-    """Return a rank's micro-batches of ``size`` rows, if they are not already apart."""
-    return torch.split(rows, size) if isinstance(rows, Tensor) else rows
 
 
 class Accumulation:
