@@ -123,10 +123,17 @@ class VaryingBatches(StepBatches):
         super().__init__(share, epoch_length)
         self.candidate = candidate
         self.largest = largest
+        self._last: tuple[int, list[Size]] | None = None
+
+    def sizes(self, step: int) -> list[Size]:
+        """Return the size of every sample of the global batch of ``step``, cached until the next step."""
+        if self._last is None or self._last[0] != step:
+            self._last = step, self.drawn_sizes(step)
+        return self._last[1]
 
     @abstractmethod
-    def sizes(self, step: int) -> list[Size]:
-        """Return the size of every sample of the global batch of ``step``."""
+    def drawn_sizes(self, step: int) -> list[Size]:
+        """Draw :meth:`sizes`."""
 
     @abstractmethod
     def samples(self, step: int, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -152,9 +159,11 @@ class VaryingBatches(StepBatches):
         return inputs, targets
 
     def _micro_batch(self, step: int, one: MicroBatch) -> tuple[Tensor, Tensor]:
+        samples = self.samples(step, [number for row in one.rows for number in row])
         if self.candidate.loader.batching == "packing":
-            return packed_rows([self.samples(step, row) for row in one.rows], one.size[0])
-        inputs, targets = zip(*self.samples(step, [number for row in one.rows for number in row]), strict=True)
+            following = iter(samples)
+            return packed_rows([[next(following) for _ in row] for row in one.rows], one.size[0])
+        inputs, targets = zip(*samples, strict=True)
         return padded_rows(inputs, one.size, 0), padded_rows(targets, self.target_size(one.size, targets), IGNORED)
 
     def target_size(self, size: Size, targets: Sequence[Tensor]) -> Size:  # noqa: ARG002
@@ -373,7 +382,7 @@ class VaryingUserBatches(VaryingBatches):
         number = self.share.global_batch_size
         return torch.randint(len(self._sizes), (number,), generator=self.generator(step)).tolist()
 
-    def sizes(self, step: int) -> list[Size]:
+    def drawn_sizes(self, step: int) -> list[Size]:
         return [self._sizes[number] for number in self._drawn(step)]
 
     def samples(self, step: int, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -532,7 +541,7 @@ class DocumentBatches(VaryingBatches):
         self.tokens = tokens
         self.workload = workload
 
-    def sizes(self, step: int) -> list[Size]:
+    def drawn_sizes(self, step: int) -> list[Size]:
         return [(length,) for length in draw_lengths(self.workload, step)]
 
     def samples(self, step: int, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

@@ -49,12 +49,22 @@ def draw_lengths(workload: Workload, step: int) -> list[int]:
     One sample is drawn from each of equally likely ranges of lengths (systematic sampling), so that the tokens of a
     step hardly vary.
     """
+    drawing, drawn = _drawn(workload, step)
+    drawing.shuffle(drawn)
+    return drawn
+
+
+def num_tokens(workload: Workload, step: int) -> int:
+    """Return the tokens of all samples of a step."""
+    return sum(_drawn(workload, step)[1])
+
+
+def _drawn(workload: Workload, step: int) -> tuple[random.Random, list[int]]:
+    """Return the lengths of a step, ascending, and the generator that shuffles them."""
     lengths, number = workload.lengths, workload.global_batch_size
     drawing = random.Random(workload.seed * 1_000_003 + step)
     first = drawing.random()
-    drawn = [lengths[int((i + first) / number * len(lengths))] for i in range(number)]
-    drawing.shuffle(drawn)
-    return drawn
+    return drawing, [lengths[int((i + first) / number * len(lengths))] for i in range(number)]
 
 
 def arrange(sizes: Sequence[Size], candidate: Candidate, largest: Size) -> Arrangement:

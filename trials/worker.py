@@ -46,7 +46,7 @@ from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
 from trials.legality import LEVEL as FLOAT8
 from trials.legality import check
-from trials.lengths import draw_lengths
+from trials.lengths import num_tokens
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, connect, process_group
@@ -214,7 +214,7 @@ def _tokens_per_step(workload: Workload, recording: Recording) -> int:
     """Return the tokens per measured step, without padding."""
     if not workload.lengths:
         return workload.tokens_per_step
-    return round(statistics.fmean(sum(draw_lengths(workload, step)) for step in _measured(recording)))
+    return round(statistics.fmean(num_tokens(workload, step) for step in _measured(recording)))
 
 
 def _report(

@@ -30,7 +30,7 @@ from trials.datasets import Batch, Rows, StepBatches, micro_batches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
-from trials.lengths import draw_lengths
+from trials.lengths import num_tokens
 from trials.models import Loss, TrainModel, build_model, loss_of
 from trials.models.built_in import Llama
 from trials.models.experts import ExpertBalance, routers_in
@@ -141,8 +141,7 @@ class Trainer:
         if self.layout.cp > 1:
             inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
         if self._workload.lengths:
-            num_tokens = sum(draw_lengths(self._workload, self._num_begun))
-            self.engine.mean_tokens = num_tokens / self.layout.dp
+            self.engine.mean_tokens = num_tokens(self._workload, self._num_begun) / self.layout.dp
             self._num_begun += 1
         if self.balance is not None:
             self.balance.scale_losses(self._scale() / self._num_microbatches)
