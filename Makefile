@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: sweep test test-exhaustive test-all check docs clean
+.PHONY: sweep test test-exhaustive test-all check bench docs clean
 
 sweep: $(VENV)/.run
 	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
@@ -38,6 +38,10 @@ check: $(VENV)/.test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
+# Next to other tools, in at most 25 minutes; rewrites the table in docs/benchmarks.md.
+bench: $(VENV)/.bench
+	$(VENV)/bin/python -m benchmarks.against --write
+
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "open build/site/index.html"
@@ -56,6 +60,10 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(PIP) install --editable ".[test]" --constraint constraints.txt
 	@touch $@ $(VENV)/.run
+
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) install --editable ".[bench]" --constraint constraints.txt
+	@touch $@
 
 # The site needs no torch.
 $(VENV)/.docs: constraints.txt

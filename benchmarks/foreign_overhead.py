@@ -71,22 +71,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of a run, warm-up included")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     options = parser.parse_args()
-    argv = (sys.executable, "train.py", *ARGUMENTS, "--steps", str(options.steps))
-    runs: dict[str, list[tuple[float, float]]] = {"bare": [], "ours": []}
-    with tempfile.TemporaryDirectory(prefix="foreign-overhead-") as folder:
-        node = discover_node(device="cpu", num_devices=RANKS)
-        with LocalCluster(Path(folder), node, preload=()) as cluster:
-            for turn in range(options.repeats + 1):  # the first turn fills the page cache
-                order = ("bare", "ours") if turn % 2 == 0 else ("ours", "bare")
-                for kind in order:
-                    found = _bare(argv) if kind == "bare" else _ours(cluster, argv, options.steps, Path(folder))
-                    if turn:
-                        runs[kind].append(found)
-                    print(f"turn {turn} {kind}: {found[0]:.2f} s, step {found[1]:.2f} ms", file=sys.stderr, flush=True)
+    runs = alternate(options.repeats, options.steps)
     _report(runs, options.steps)
     _report_hook(options.repeats)
     if options.json is not None:
         options.json.write_text(json.dumps(runs, indent=2))
+
+
+def alternate(repeats: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds from start to end and milliseconds of a step, of both ways in turn; the first turn is not counted."""
+    argv = (sys.executable, "train.py", *ARGUMENTS, "--steps", str(steps))
+    runs: dict[str, list[tuple[float, float]]] = {"bare": [], "ours": []}
+    with tempfile.TemporaryDirectory(prefix="foreign-overhead-") as folder:
+        node = discover_node(device="cpu", num_devices=RANKS)
+        with LocalCluster(Path(folder), node, preload=()) as cluster:
+            for turn in range(repeats + 1):  # the first turn fills the page cache
+                order = ("bare", "ours") if turn % 2 == 0 else ("ours", "bare")
+                for kind in order:
+                    found = _bare(argv) if kind == "bare" else _ours(cluster, argv, steps, Path(folder))
+                    if turn:
+                        runs[kind].append(found)
+                    print(f"turn {turn} {kind}: {found[0]:.2f} s, step {found[1]:.2f} ms", file=sys.stderr, flush=True)
+    return runs
 
 
 def _environment() -> dict[str, str]:

@@ -432,7 +432,7 @@ def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | 
 
 def _recompute_communication(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    if not candidate.recompute.communication:
+    if not candidate.recompute.repeats_gathers:
         return None
     if layout.tp > 1 and layout.sequence_parallel and layout.tp_engine == "local":
         return None

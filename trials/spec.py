@@ -403,6 +403,16 @@ class SelectiveRecompute:
     num_layers: Counts
 
 
+GATHERED = {"attention": ("wqkv", "wq", "wk", "wv"), "feed_forward": ("w13", "w1", "w3")}
+"""Sub-layers that gather sequence shards, with the projections that read what is gathered: the fused one of our models,
+and the ones that other frameworks have instead."""
+
+
+def gather_pattern(sub_layer: str) -> str:
+    """Return the pattern of selective recompute that gathers the inputs of a sub-layer again."""
+    return rf"{sub_layer}\.gather_sequence"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
     """Which activations are recomputed; by default none. Layers count from the start of their chunk.
@@ -414,7 +424,13 @@ class Recompute:
     """Layers that keep only their input."""
     selective: tuple[SelectiveRecompute, ...] = ()
     communication: Counts = ()
-    """Layers that gather their sequence shards again in the backward pass instead of keeping them."""
+    """Layers that gather their sequence shards again in the backward pass instead of keeping them, in all sub-layers.
+    ``selective`` with :func:`gather_pattern` selects one."""
+
+    @property
+    def repeats_gathers(self) -> bool:
+        """Whether sequence shards are gathered again, in all sub-layers or by pattern."""
+        return bool(self.communication) or any("gather_sequence" in part.pattern for part in self.selective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,10 +34,10 @@ LAYOUT = Layout(dp_replicate=WORLD_SIZE)
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
-    """A private Ray with room for two gangs, on which a short sweep has imported everything, as the peers' modules
+def cluster(num_gangs: int = 2) -> Iterator[Cluster]:
+    """A private Ray with room for so many gangs, on which a short sweep has imported everything, as the peers' modules
     are."""
-    request = ClusterRequest(devices_per_node=2 * WORLD_SIZE)
+    request = ClusterRequest(devices_per_node=num_gangs * WORLD_SIZE)
     with temporary_folder() as folder, connect(request, workdir=Path(folder)) as lease:
         no_op_trial_ms(lease, num_trials=4, slots=1)
         yield lease
@@ -70,7 +70,7 @@ def gang_start_s(lease: Cluster) -> float:
     with temporary_folder() as folder:
         stamp = Path(folder) / "stamp"
         placement = Pool(lease.topology).place(world_size=WORLD_SIZE, tp=1, isolation="device")
-        assert placement is not None, "the lease holds two gangs"
+        assert placement is not None, "the lease holds a gang"
         attempt_id = f"gang-{time.time_ns()}"
         launch = GangLaunch(
             attempt_id=attempt_id, token="t", runner=RUNNER, spec={}, placement=placement, env={STAMP: str(stamp)}

@@ -12,11 +12,11 @@ from benchmarks.overhead import NUM_KNOBS, WORLD_SIZE, clock_ms, temporary_folde
 
 
 @contextmanager
-def cluster() -> Iterator[None]:
+def cluster(num_gangs: int = 2) -> Iterator[None]:
     """A private Ray on this host, with as many slots as ours has devices."""
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2 * WORLD_SIZE)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=num_gangs * WORLD_SIZE)
     try:
         yield
     finally:

@@ -202,6 +202,8 @@ def _row(name: str, case: Case, way: str, found: _Found) -> dict[str, Any]:
         "step_bytes": found.step_bytes[mine] / found.step_bytes[reference],
         "ours_s": statistics.median(found.seconds[mine]),
         "peer_s": statistics.median(found.seconds[reference]),
+        "turns_ours_s": found.seconds[mine],
+        "turns_peer_s": found.seconds[reference],
     }
 
 

@@ -119,7 +119,7 @@ def rand(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
 
 def tpe(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
     """Optuna's TPE restricted to configurations that exist, each once, started with the best of ``plain_order``."""
-    space = _Space(problem)
+    space = Space([one.knobs for one in problem.configurations])
     study = _study(seed, num_startup=NUM_WARM_STARTS + 1)
     warm = by_prior(problem, posteriors)[:NUM_WARM_STARTS]
     rng = random.Random(seed)
@@ -152,7 +152,7 @@ def tpe(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
 def optuna_default(problem: Searched, posteriors: Knowledge, seed: int) -> Trials:
     """Optuna as it comes: TPE over one category per knob; a proposal that does not exist is a failed trial."""
     del posteriors
-    space = _Space(problem, categorical=True)
+    space = Space([one.knobs for one in problem.configurations], categorical=True)
     study = _study(seed)
     study.enqueue_trial(space.points[problem.baseline])
     while True:
@@ -204,15 +204,22 @@ def _study(seed: int, num_startup: int = 10) -> optuna.Study:
     return optuna.create_study(direction="minimize", sampler=sampler)
 
 
-class _Space:
+class Space:
     """Knobs as indices of their sorted values; ordered where they are numbers, unless ``categorical``."""
 
-    def __init__(self, problem: Searched, *, categorical: bool = False) -> None:
-        knobs = [configuration.knobs for configuration in problem.configurations]
+    def __init__(self, knobs: Sequence[Mapping[str, str]], *, categorical: bool = False) -> None:
         self._values = {name: sorted({row[name] for row in knobs}, key=_sort_key) for name in knobs[0]}
         self._ordered = {name: not categorical and all(map(_is_number, v)) for name, v in self._values.items()}
         self.points = [{name: values.index(row[name]) for name, values in self._values.items()} for row in knobs]
         self._rows = {tuple(point.values()): row for row, point in enumerate(self.points)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of values by knob."""
+        return {name: len(values) for name, values in self._values.items()}
+
+    def is_ordered(self, name: str) -> bool:
+        return self._ordered[name]
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:

@@ -31,7 +31,7 @@ from cluster.cost.inputs import (
 )
 from cluster.cost.peak_memory import MEMORY_TERMS, stage_bytes
 from cluster.cost.step_time import TIME_TERMS, step_seconds
-from cluster.cost.work import selective_shares, work_of
+from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.legality import holds_plain
 from trials.lengths import expected_positions
@@ -277,7 +277,7 @@ def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescri
     full = recompute.full or tuple((0,) * len(row) for row in layers)
     plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
     dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain)
-    again = sum(map(sum, recompute.communication)) / model.num_layers
+    again = gathers_repeated(recompute, plain) / model.num_layers
     return {
         "stage_full": _per_stage(recompute.full, layout),
         "stage_dropped": dropped,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
-from trials.spec import Counts, Experts, LlamaModel, Recompute, Schedule
+from trials.spec import GATHERED, Counts, Experts, LlamaModel, Recompute, Schedule
 
 # ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
 #
@@ -261,6 +261,21 @@ def selective_shares(
             dropped[stage] += count / layers * operator.kept / all_kept
             repeated[stage] += count / layers * operator.work / all_work
     return [min(MAX_DROPPED, share) for share in dropped], repeated
+
+
+def gathers_repeated(recompute: Recompute, plain: Counts) -> float:
+    """Return the number of layers that gather their sequence shards again, where each sub-layer is half a layer.
+
+    Args:
+        plain: as for :func:`selective_shares`.
+    """
+    everywhere = recompute.communication or tuple((0,) * len(row) for row in plain)
+    total = 0
+    for name in GATHERED:
+        chosen = [everywhere]
+        chosen += [part.num_layers for part in recompute.selective if matches(part.pattern, f"{name}.gather_sequence")]
+        total += sum(max(column) for rows in zip(*chosen, strict=True) for column in zip(*rows, strict=True))
+    return total / len(GATHERED)
 
 
 def _layers(path: str, recompute: Recompute, plain: Counts) -> list[int]:

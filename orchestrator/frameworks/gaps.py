@@ -266,7 +266,7 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
 
 NO_EXPERTS = lacking(
     "workload.model.llama.experts",
-    "mixtures of experts are not exported to this format; use torchrun",
+    "mixtures of experts are not exported to this format; use torchrun or megatron",
     severity="error",
 )
 """Setting of formats that describe dense decoders."""

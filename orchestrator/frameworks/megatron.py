@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from orchestrator.frameworks import arguments, shell
+from orchestrator.frameworks import arguments, megatron_experts, shell
 from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
-    NO_EXPERTS,
     REDUCES_EACH,
     VARYING_LENGTHS,
     all_of,
@@ -55,7 +54,7 @@ from orchestrator.frameworks.spelling import (
 )
 from trials.legality import FP32_TINY
 from trials.script.command import Expected, LogFormat
-from trials.spec import LlamaModel, LossScale, Recompute, SelectiveRecompute
+from trials.spec import Experts, LlamaModel, LossScale, Recompute, SelectiveRecompute
 
 FILE = "megatron.sh"
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -88,6 +87,7 @@ _FLAGS = (
     *("--async-save", "--profile", "--use-pytorch-profiler", "--record-memory-history"),
     *("--full-validation", "--use-checkpoint-args", "--exit-on-missing-checkpoint"),
     *("--auto-detect-ckpt-format", "--enable-one-logger"),
+    *megatron_experts.FLAGS,
 )
 """Arguments without a value, of those read or written in commands."""
 _LISTS = (MODULES, CP_METHOD, "--rampup-batch-size")
@@ -535,7 +535,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.num_heads", "--num-attention-heads", of=int),
     option(f"{LLAMA}.num_kv_heads", "--num-query-groups", of=int),
     option(f"{LLAMA}.norm_eps", "--norm-epsilon", of=float),
-    NO_EXPERTS,
+    megatron_experts.ROW,
     custom((f"{LLAMA}.rope_theta",), ("--rotary-base",), _write_rope, _read_rope),
     custom((f"{LLAMA}.vocab_size",), ("--vocab-size", "--padded-vocab-size"), _write_vocab, _read_vocab),
     custom(("workload.seq_length",), ("--seq-length",), _write_length, _read_length, overlay="read"),
@@ -719,7 +719,7 @@ def _model(_: Edit, found: Found) -> LlamaModel | None:
         found.refuse("workload", "--yaml-cfg: YAML configuration is not read; pass the same settings as arguments")
     found.num_layers = found.whole("workload", "--num-layers") or found.whole("workload", "--encoder-num-layers")
     knob, required = "workload.model", ("--num-layers", "--hidden-size", "--num-attention-heads")
-    other = [name for name in ("--num-experts", "--hybrid-layer-pattern") if found.get(name)]
+    other = [name for name in ("--hybrid-layer-pattern",) if found.get(name)]
     other += ["--multi-latent-attention"] if found.is_on("--multi-latent-attention") else []
     if other:
         found.warn(knob, f"{', '.join(other)}: not a plain decoder; without its dimensions there are no predictions")
@@ -736,6 +736,11 @@ def _model(_: Edit, found: Found) -> LlamaModel | None:
         found.warn(knob, "--kv-channels differs from hidden size / heads: no predictions")
         return None
     has_groups = found.is_on("--group-query-attention")
+    try:
+        experts = megatron_experts.read_experts(found)
+    except (KeyError, ValueError) as error:
+        found.warn(knob, f"experts: {error}; without them there are no predictions")
+        return None
     return LlamaModel(
         hidden_size=hidden,
         num_layers=layers,
@@ -745,6 +750,7 @@ def _model(_: Edit, found: Found) -> LlamaModel | None:
         vocab_size=vocab,
         rope_theta=float(found.get("--rotary-base") or 10000),
         norm_eps=float(found.get("--norm-epsilon") or 1e-5),
+        experts=None if experts is None else Experts(**experts),
     )
 
 

@@ -46,7 +46,7 @@ from orchestrator.frameworks.spelling import (
 )
 from orchestrator.space.file_types import layers_of
 from trials.script.command import Expected, LogFormat
-from trials.spec import Counts, LlamaModel, LossScale, SelectiveRecompute
+from trials.spec import Counts, LlamaModel, LossScale, SelectiveRecompute, gather_pattern
 
 SCRIPT, FILE = "run_mindformer.py", "mindformers.yaml"
 MODEL, LLAMA = "model.model_config", "workload.model.llama"
@@ -305,6 +305,8 @@ def _read_batch(found: Found) -> dict[str, Any]:
 
 GATHERS = r".*\.norm"
 """Operators before which MindFormers gathers sequence shards."""
+GATHERS_IN = {gather_pattern("attention"): r"attention_norm\.norm", gather_pattern("feed_forward"): r"ffn_norm\.norm"}
+"""The same by sub-layer, for the runner's patterns."""
 PATTERNS = {
     "attention": "attention",
     "attention_norm": "attention_norm",
@@ -322,16 +324,18 @@ PATTERNS = {
 def _write_recompute(builder: SettingsBuilder) -> None:
     recompute = builder.candidate.recompute
     builder.settings |= {FULL: _rows(recompute.full), SELECT: False, COMMUNICATION: False}
-    configured = {
-        PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in PATTERNS
-    }
-    unknown = [part.pattern for part in recompute.selective if part.pattern not in PATTERNS]
+    parts = {part.pattern: _rows(part.num_layers) for part in recompute.selective}
+    configured = {PATTERNS[pattern]: rows for pattern, rows in parts.items() if pattern in PATTERNS}
+    gathers = {GATHERS_IN[pattern]: rows for pattern, rows in parts.items() if pattern in GATHERS_IN}
+    unknown = [pattern for pattern in parts if pattern not in PATTERNS | GATHERS_IN]
     if configured:
         builder.settings[SELECT] = configured
     if unknown:
         builder.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(PATTERNS)}")
     if recompute.communication:
-        builder.settings[COMMUNICATION] = {GATHERS: _rows(recompute.communication)}
+        gathers[GATHERS] = _rows(recompute.communication)
+    if gathers:
+        builder.settings[COMMUNICATION] = gathers
     if not builder.is_export and recompute.full == layers_of(builder.candidate.layout, builder.workload.num_layers):
         builder.settings[FULL] = True  # in its usual spelling
 
@@ -349,13 +353,14 @@ def _read_recompute(found: Found) -> dict[str, Any]:
     if values["recompute.full"] is None:
         found.unread("recompute.full", f"{FULL}: {found[FULL]}")
     select, known = _patterns(found[SELECT], held, found), {theirs: ours for ours, theirs in PATTERNS.items()}
+    gathers, gathers_in = _patterns(found[COMMUNICATION], held, found), {v: k for k, v in GATHERS_IN.items()}
     if select is not None and set(select) <= set(known):
-        parts = sorted((known[name], counts) for name, counts in select.items())
-        values["recompute.selective"] = tuple(SelectiveRecompute(pattern=p, num_layers=n) for p, n in parts)
+        parts = [(known[name], counts) for name, counts in select.items()]
+        parts += [(gathers_in[name], counts) for name, counts in (gathers or {}).items() if name in gathers_in]
+        values["recompute.selective"] = tuple(SelectiveRecompute(pattern=p, num_layers=n) for p, n in sorted(parts))
     for name in set(select or ()) - set(known):
         found.unread("recompute.selective", f"{SELECT}: {name}")
-    gathers = _patterns(found[COMMUNICATION], held, found)
-    if gathers is not None and set(gathers) <= {GATHERS}:
+    if gathers is not None and set(gathers) <= {GATHERS, *gathers_in}:
         values["recompute.communication"] = gathers.get(GATHERS, ())
     elif gathers is not None:
         found.unread("recompute.communication", f"{COMMUNICATION}: {', '.join(gathers)}")

@@ -28,6 +28,7 @@ from trials.files import digest
 from trials.legality import FP32_MAX, FP32_TINY, has_sane_chunks, pattern_problem
 from trials.sizes import virtual_stage
 from trials.spec import (
+    GATHERED,
     Candidate,
     Counts,
     Layout,
@@ -37,6 +38,7 @@ from trials.spec import (
     Recompute,
     Schedule,
     SelectiveRecompute,
+    gather_pattern,
 )
 
 T = TypeVar("T")
@@ -314,6 +316,42 @@ def _pattern(value: str) -> str:
     return value
 
 
+_GATHERS_REMEDY = (
+    "Match attention or feed_forward, or one of their projections wq, wk, wv, w1, w3, as in {'attention.*': all}."
+)
+
+
+def _gathers(value: Any) -> LayerCount | dict[str, LayerCount]:
+    """Parse a count for all gathers, or a mapping with counts by pattern; return the latter by sub-layer."""
+    if not isinstance(value, Mapping):
+        return _count(value)
+    chosen: dict[str, LayerCount] = {}
+    for pattern, written in value.items():
+        problem = pattern_problem(pattern) if isinstance(pattern, str) else f"{show(pattern)} is no pattern"
+        if problem is not None:
+            raise fault(None, problem, _GATHERS_REMEDY)
+        matched = [name for name in GATHERED if _reads(name, pattern)]
+        if not matched:
+            raise fault(None, f"{show(pattern)} matches no module that reads gathered sequences", _GATHERS_REMEDY)
+        count = _count(written)
+        for name in matched:
+            if chosen.setdefault(name, count) != count:
+                message = f"different numbers of layers for {name}, whose projections read the same gathered sequence"
+                raise fault(None, message, "Use one pattern for all of its projections.")
+    return {name: count for name, count in chosen.items() if count != 0} or 0
+
+
+def _reads(sub_layer: str, pattern: str) -> bool:
+    """Whether the pattern matches the sub-layer, or a projection in it."""
+    paths = (sub_layer, *(f"{sub_layer}.{name}" for name in GATHERED[sub_layer]))
+    return any(re.fullmatch(pattern, path) for path in paths)
+
+
+_GATHERS_SCHEMA = {
+    "anyOf": [*_COUNT_SCHEMA["anyOf"], {"type": "object", "additionalProperties": _COUNT_SCHEMA, "minProperties": 1}]
+}
+
+
 class RecomputeSection(Section):
     """Layers to recompute instead of keeping their activations. Each count is `all`, n (the first n layers of every
     chunk and stage), a list (one count per stage) or a list of such lists (one per chunk)."""
@@ -325,23 +363,36 @@ class RecomputeSection(Section):
         description="Layers by pattern of operators whose outputs are not kept. A pattern is a regular "
         "expression for the full path of an operator or module inside its layer.",
     )
-    communication: CountValue = Field(
-        default=0, description="Layers that gather their sequence shards again in the backward pass."
+    communication: Annotated[Any, BeforeValidator(_gathers), WithJsonSchema(_GATHERS_SCHEMA)] = Field(
+        default=0,
+        description="Layers that gather their sequence shards again in the backward pass; or such numbers by pattern "
+        "of the modules that read them, like {'attention.*': all}.",
     )
 
     def to_choice(self) -> RecomputeChoice:
-        select = tuple(sorted((pattern, count) for pattern, count in self.select.items() if count != 0))
-        return RecomputeChoice(full=self.full, select=select, communication=self.communication)
+        gathers = self.communication if isinstance(self.communication, dict) else {}
+        by_pattern = {gather_pattern(name): count for name, count in gathers.items()}
+        for pattern in by_pattern.keys() & self.select.keys():
+            raise fault("select", f"communication also selects {show(pattern)}", "Remove one of them.")
+        select = self.select | by_pattern
+        return RecomputeChoice(
+            full=self.full,
+            select=tuple(sorted((pattern, count) for pattern, count in select.items() if count != 0)),
+            communication=0 if gathers else self.communication,
+        )
 
 
 def _write_recompute(value: RecomputeChoice) -> Any:
     parts: dict[str, Any] = {}
     if value.full:
         parts["full"] = _write_count(value.full)
-    if value.select:
-        parts["select"] = {pattern: _write_count(count) for pattern, count in value.select}
+    select = {pattern: _write_count(count) for pattern, count in value.select}
     if value.communication:
         parts["communication"] = _write_count(value.communication)
+    elif gathers := {name: select.pop(gather_pattern(name)) for name in GATHERED if gather_pattern(name) in select}:
+        parts["communication"] = gathers
+    if select:
+        parts["select"] = select
     if not parts:
         return "none"
     return "full" if parts == {"full": "all"} else parts

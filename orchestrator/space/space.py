@@ -72,7 +72,7 @@ def build_candidate(
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
     engine = engine_for(values["tp_engine"], model)
-    engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.communication != ())
+    engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.repeats_gathers)
     return Candidate(
         layout=with_tp_engine(layout, engine),
         micro_batch_size=values["micro_batch_size"],
@@ -325,7 +325,7 @@ def _layouts(choices: Choices, model: Model) -> dict[Layout, tuple[Recompute, ..
         present = layers_of(layout, num_layers)
         for choice in choices["recompute"]:
             policy = resolve_recompute(choice, present)
-            resolved = resolve_tp_engine(engine, layout, recomputes_communication=policy.communication != ())
+            resolved = resolve_tp_engine(engine, layout, recomputes_communication=policy.repeats_gathers)
             found.setdefault(with_tp_engine(layout, resolved), {})[policy] = None
     return {layout: tuple(policies) for layout, policies in found.items()}
 

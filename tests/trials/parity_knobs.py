@@ -16,7 +16,18 @@ from tests.trials.pairwise import Covering
 from tests.trials.tiny import SHAPE, tiny_spec
 from tests.trials.tiny import WORKLOAD as TWO_LAYERS
 from trials.legality import violations
-from trials.spec import AdamW, Kernels, Layout, LossScale, Offload, Precision, Protocol, Recompute, SelectiveRecompute
+from trials.spec import (
+    AdamW,
+    Kernels,
+    Layout,
+    LossScale,
+    Offload,
+    Precision,
+    Protocol,
+    Recompute,
+    SelectiveRecompute,
+    gather_pattern,
+)
 
 ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
 
@@ -83,11 +94,16 @@ def selective(layout):
     return tuple(SelectiveRecompute(pattern=pattern, num_layers=up_to(2, layout)) for pattern in patterns)
 
 
+def feed_forward_gathers(layout):
+    """In the second layer too, where attention keeps what it gathers."""
+    return (SelectiveRecompute(pattern=gather_pattern("feed_forward"), num_layers=up_to(2, layout)),)
+
+
 RECOMPUTES = {
     "keep": lambda _: Recompute(),
     "full": lambda layout: Recompute(full=up_to(1, layout)),
     "selective": lambda layout: Recompute(selective=selective(layout)),
-    "communication": lambda layout: Recompute(communication=up_to(1, layout)),
+    "communication": lambda layout: Recompute(communication=up_to(1, layout), selective=feed_forward_gathers(layout)),
     "mixed": lambda layout: Recompute(full=up_to(1, layout), selective=selective(layout)),
 }
 PRECISIONS = {

@@ -24,7 +24,7 @@ from trials.parallel.mesh import ShardMap, init_parameters
 from trials.recompute import Handle, PatternTally, Rebuild, apply_recompute, recompute_selected, storage_of
 from trials.reports import PatternEffect
 from trials.sizes import chunks_of_stage
-from trials.spec import Layout, Precision, Recompute, ResNetModel, SelectiveRecompute
+from trials.spec import Layout, Precision, Recompute, ResNetModel, SelectiveRecompute, gather_pattern
 
 TOKENS = torch.randint(0, 256, (4, WORKLOAD.seq_length), generator=torch.Generator().manual_seed(0))
 
@@ -337,15 +337,20 @@ def test_16_bit_shards(tmp_path):
 
 @pytest.mark.slow
 def test_gathered_sequences_are_gathered_again(tmp_path):
+    before_attention = select(gather_pattern("attention"))
     ways = [Recompute(), Recompute(communication=ALL), Recompute(communication=ALL, selective=(MUL, ATTENTION))]
-    plain, communication, both = run_gang([tiny_spec(LOCAL, recompute=way) for way in ways], tmp_path)
-    assert trained(communication) == trained(both) == trained(plain)
+    ways.append(before_attention)
+    plain, communication, both, one = run_gang([tiny_spec(LOCAL, recompute=way) for way in ways], tmp_path)
+    assert trained(communication) == trained(both) == trained(one) == trained(plain)
     effect = effects(communication)["communication"]
     assert effect.num_matches == 2 * 2  # before attention and feed-forward, layers
     # Kept instead of the gathered sequence: this rank's half of it.
     whole_bytes = WORKLOAD.global_batch_size * WORKLOAD.seq_length * WORKLOAD.model.hidden_size * 4
     assert effect.saved_bytes == 2 * 2 * whole_bytes // 2
     assert effect.recompute_s > 0.0
+    (chosen,) = effects(one).values()
+    assert (chosen.num_matches, chosen.saved_bytes) == (effect.num_matches // 2, effect.saved_bytes // 2)
+    assert chosen.recompute_s > 0.0
 
 
 @pytest.mark.slow

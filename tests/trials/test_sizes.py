@@ -27,6 +27,8 @@ from trials.spec import (
     Protocol,
     Recompute,
     ResNetModel,
+    SelectiveRecompute,
+    gather_pattern,
 )
 
 
@@ -122,6 +124,7 @@ def with_model(**changes):
     return tiny_spec(Layout(tp=2), workload=dataclasses.replace(WORKLOAD, model=shape))
 
 
+GATHERS = (SelectiveRecompute(pattern=gather_pattern("attention"), num_layers=((1,),)),)
 ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
 
 
@@ -158,6 +161,10 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (tiny_spec(Layout(tp=2, num_copies=2)), "tp_engine local or auto"),
         (tiny_spec(Layout(shard_embedding=True)), "shard_embedding requires FSDP2"),
         (tiny_spec(recompute=Recompute(communication=((1,),))), "communication requires tp above 1"),
+        (
+            tiny_spec(Layout(tp=2), recompute=Recompute(selective=GATHERS)),
+            "communication requires tp above 1, sequence_parallel",
+        ),
         (tiny_spec(precision=Precision(white=("linear",))), "lists require AMP level O1"),
         (with_workload(model=LinearModel(num_layers=2)), "seq_length must be 1 for model kind linear"),
         (with_workload(model=ResNetModel(), seq_length=1), "resnet cannot train on data kind text"),

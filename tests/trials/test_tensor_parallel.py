@@ -25,7 +25,7 @@ from trials.models.built_in import Llama
 from trials.parallel.mesh import LocalShard, ShardMap, group_of
 from trials.parallel.tensor import apply_tensor_parallel, gather_sequence, scatter_sequence, start_gather
 from trials.sizes import Chunk
-from trials.spec import Layout
+from trials.spec import Layout, gather_pattern
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +155,34 @@ def _on_meta(chunk, mesh, *, sequence_parallel):
         model = Llama(shape, SEQ_LENGTH, chunk)
     layout = Layout(tp=4, tp_engine="local", sequence_parallel=sequence_parallel)
     return model, apply_tensor_parallel(model, mesh, layout)
+
+
+class Gathers(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+        self.number += func.overloadpacket == torch.ops._c10d_functional.all_gather_into_tensor
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers_in_backward(**options):
+    shape = dataclasses.replace(SHAPE, num_kv_heads=4, ffn_hidden_size=64)
+    model, _ = build(Layout(tp=4, tp_engine="local", sequence_parallel=True), shape=shape, **options)
+    loss = model(*tokens())
+    with Gathers() as gathers:
+        loss.backward()
+    return gathers.number
+
+
+def test_gathers_repeat_in_the_backward_pass_by_pattern(fake_gang):
+    kept = _gathers_in_backward()
+    more = {
+        pattern: _gathers_in_backward(selective=pattern) - kept
+        for pattern in (gather_pattern("attention"), gather_pattern("feed_forward"), r".*\.gather_sequence", "nothing")
+    }
+    assert list(more.values()) == [SHAPE.num_layers, SHAPE.num_layers, 2 * SHAPE.num_layers, 0]
 
 
 def test_the_map_names_every_split_and_partial_parameter(fake_gang):

@@ -14,7 +14,7 @@ from cluster.cost.cost_model import cost_model, inputs_of, inputs_of_table
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import CostInputs
 from cluster.cost.usual import KnobColumns
-from cluster.cost.work import layers_params, selective_shares, tables_params, work_of
+from cluster.cost.work import gathers_repeated, layers_params, selective_shares, tables_params, work_of
 from cluster.hardware.topology import load_cluster
 from orchestrator.space.notation import feature_columns, flat_params
 from orchestrator.space.rules import RULES, Case, first_broken
@@ -37,6 +37,7 @@ from trials.spec import (
     SelectiveRecompute,
     TextData,
     Workload,
+    gather_pattern,
 )
 
 MODEL = LlamaModel(vocab_size=512, hidden_size=64, ffn_hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4)
@@ -231,6 +232,18 @@ def test_selective_patterns_by_operator_and_module():
     assert work < 0.1 < module_work
     assert shares(r"feed_forward\.mul", 8) == pytest.approx((mul / 4, work / 4))
     assert shares("nothing") == (0, 0)
+
+
+def test_gathers_of_one_sub_layer_are_half_a_layer():
+    def repeated(*patterns, everywhere=()):
+        chosen = tuple(SelectiveRecompute(pattern=pattern, num_layers=((8, 4),)) for pattern in patterns)
+        return gathers_repeated(Recompute(selective=chosen, communication=everywhere), ((16, 16),))
+
+    attention, feed_forward = map(gather_pattern, ("attention", "feed_forward"))
+    assert repeated() == repeated(r"feed_forward\.mul") == 0
+    assert repeated(attention) == repeated(feed_forward) == 6
+    assert repeated(attention, feed_forward) == 12
+    assert repeated(attention, everywhere=((4, 4),)) == (12 + 8) / 2
 
 
 def test_precision_levels():

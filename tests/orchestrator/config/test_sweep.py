@@ -8,6 +8,7 @@ import re
 import jsonschema
 import pytest
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from cluster.base import Deadlines
 from orchestrator.config.schema import DOCS_FILE, SCHEMA_FILE, schema_text, sweep_schema, with_table
@@ -24,7 +25,7 @@ from orchestrator.config.workload import (
 )
 from orchestrator.errors import ConfigError
 from orchestrator.planning.planner import make_plan
-from orchestrator.space.file_types import ALL_LAYERS, LossScaleSection, RecomputeChoice, StageSplit
+from orchestrator.space.file_types import ALL_LAYERS, LossScaleSection, RecomputeChoice, RecomputeValue, StageSplit
 from tests.support import ROOT
 from tests.support.sweep_files import (
     FULL,
@@ -58,6 +59,7 @@ from trials.spec import (
     SelectiveRecompute,
     TextData,
     TokenFileData,
+    gather_pattern,
 )
 
 QUICKSTART = ROOT / "configs/sweeps/quickstart.yaml"
@@ -208,6 +210,36 @@ def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls)
     assert {name: value for name, value in theirs.items() if value is not dataclasses.MISSING} == {
         name: ours[name] for name, value in theirs.items() if value is not dataclasses.MISSING
     }
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({r"attention\.w[qk]": "all"}, {"attention": "all"}),
+        ({"feed_forward.w1": [4, 0], "feed_forward.w3": [4, 0]}, {"feed_forward": [4, 0]}),
+        ({".*": 3}, {"attention": 3, "feed_forward": 3}),
+        ({"attention": "all", "feed_forward": 0}, {"attention": "all"}),
+        ({"wq": 1}, "matches no module that reads gathered sequences"),
+        ({"(": 1}, "not a valid regular expression"),
+        ({"attention.wq": 1, "attention.wk": 2}, "different numbers of layers for attention"),
+    ],
+)
+def test_gathers_are_chosen_by_what_reads_them(written, read):
+    adapter = TypeAdapter(RecomputeValue)
+    if isinstance(read, str):
+        with pytest.raises(ValidationError, match=read):
+            adapter.validate_python({"communication": written})
+        return
+    choice = adapter.validate_python({"communication": written})
+    assert choice.communication == 0
+    assert adapter.dump_python(choice) == {"communication": read}
+    assert adapter.validate_python({"communication": read}) == choice
+
+
+def test_gathers_are_not_chosen_twice():
+    with pytest.raises(ValidationError, match="communication also selects"):
+        twice = {"communication": {"attention": 1}, "select": {gather_pattern("attention"): 2}}
+        TypeAdapter(RecomputeValue).validate_python(twice)
 
 
 @pytest.mark.parametrize("content", [FULL, SMALL, RESNET, LINEAR, TOKENS], ids=lambda content: content["name"])
@@ -404,7 +436,11 @@ def test_the_documented_example_loads(tmp_path):
 def test_the_documented_richer_knobs_load(tmp_path):
     _, space, learn_from = re.findall(r"```yaml\n(.*?)```", docs().partition("## All keys")[0], flags=re.DOTALL)
     spec = load_sweep(write(tmp_path, {**SMALL, **yaml.safe_load(space)}))
-    assert len(spec.choices["recompute"]) == 3
+    assert len(spec.choices["recompute"]) == 4
+    assert spec.choices["recompute"][-1].select == (
+        (gather_pattern("attention"), ALL_LAYERS),
+        (gather_pattern("feed_forward"), 2),
+    )
     assert spec.choices["compile"] == ("off", "block")
     own = {"params": {"batch_size": "micro_batch_size"}}
     found = yaml.safe_load(learn_from.replace("  search:", "search:"))["search"]["learn_from"]

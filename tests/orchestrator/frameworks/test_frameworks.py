@@ -17,7 +17,7 @@ import orchestrator.frameworks
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks import catalog
 from orchestrator.frameworks.catalog import export, export_all, formats, recipe, recognise, training, trainings
-from orchestrator.frameworks.edit import Overlay
+from orchestrator.frameworks.edit import Overlay, Run
 from orchestrator.frameworks.spelling import Recipe, audited, candidate_of, differences, flatten, is_at_or_below
 from orchestrator.frameworks.torchtitan_config import settings_of
 from orchestrator.space.space import canonical_part
@@ -34,11 +34,15 @@ from trials.outcome import RankReport
 from trials.script.logs import make_parser
 from trials.spec import (
     Candidate,
+    Experts,
     ImageFolderData,
     Layout,
     Precision,
+    Recompute,
     ResNetModel,
+    SelectiveRecompute,
     Workload,
+    gather_pattern,
 )
 
 FORMATS, TRAININGS = formats(), trainings()
@@ -86,6 +90,99 @@ def test_the_limit_of_the_gradient_norm_is_written_and_read(name):
         assert [note for note in made.notes if "clip_norm" in note.knob] == []
         found[limit] = made.files
     assert found[0.0] != found[1.0] != found[0.25]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gathers_of_one_sub_layer_are_written_and_read_or_noted(name):
+    layout = Layout(tp=2, tp_engine="local", sequence_parallel=True)
+    gathers = SelectiveRecompute(pattern=gather_pattern("feed_forward"), num_layers=((MODEL.num_layers,),))
+    candidate = Candidate(layout=layout, recompute=Recompute(selective=(gathers,)))
+    made = export(name, candidate, WORKLOAD, allow_lossy=True)
+    noted = {note.knob for note in made.notes}
+    assert "recompute.selective" in noted or recipe(name).parse(made.files).candidate.recompute == candidate.recompute
+    assert ("recompute.selective" in noted) == (name not in ("mindformers", "torchrun"))
+
+
+MIXTURE = Experts(
+    num_experts=8, top_k=2, ffn_hidden_size=96, scores="sigmoid", balance_rate=2e-3, aux_loss=1e-4, z_loss=1e-3
+)
+EXPERTS = {
+    "bias": MIXTURE,
+    "shared": replace(MIXTURE, shared_ffn_hidden_size=64, num_dense_layers=1, aux_loss=0.0, z_loss=0.0),
+    "softmax": replace(MIXTURE, scores="softmax", balance_rate=0.0),
+    "unscaled": replace(MIXTURE, scores="softmax", normalizes=False, balance_rate=0.0, top_k=1),
+    "plain": Experts(num_experts=8, top_k=2, ffn_hidden_size=96, balance_rate=0.0),
+}
+SPELLED = {"megatron": set(EXPERTS), "torchrun": set(EXPERTS)}
+"""The mixtures of experts that formats express without loss; any other is refused."""
+NOTED = {
+    "capacity": (replace(MIXTURE, capacity=1.25), "slots are counted per micro-batch"),
+    "routing": (replace(MIXTURE, routing="balanced"), "exported as learned"),
+    "normalizes": (replace(MIXTURE, normalizes=False), "always scaled"),
+    "balance_rate": (replace(MIXTURE, scores="softmax"), "requires sigmoid scores"),
+}
+
+
+def with_experts(experts):
+    return replace(WORKLOAD, model=replace(MODEL, experts=experts))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_written_and_read_or_refused(name):
+    for kind, experts in EXPERTS.items():
+        workload = with_experts(experts)
+        made = audited(recipe(name), Candidate(), workload)
+        found = recipe(name).parse(made.files).values
+        expected = {path: value for path, value in flatten(Candidate(), workload).items() if ".experts." in path}
+        if kind in SPELLED.get(name, ()):
+            assert [note for note in made.notes if "experts" in note.knob] == []
+            assert {path: value for path, value in found.items() if ".experts." in path} == expected
+        else:
+            assert any("experts" in note.knob and note.severity == "error" for note in made.notes), kind
+
+
+@pytest.mark.parametrize("field", NOTED)
+def test_megatron_notes_what_its_experts_do_differently(field):
+    experts, message = NOTED[field]
+    made = audited(recipe("megatron"), Candidate(), with_experts(experts))
+    assert [message in note.message for note in made.notes if note.knob.endswith(f"experts.{field}")] == [True]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--num-experts 8", Experts(num_experts=8, top_k=2, ffn_hidden_size=1024, balance_rate=0.0)),
+        (
+            "--num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-layer-freq ([0]*1+[1]*3) "
+            "--moe-shared-expert-intermediate-size 2816 --moe-router-score-function sigmoid "
+            "--moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss",
+            Experts(
+                num_experts=64,
+                top_k=6,
+                ffn_hidden_size=1408,
+                shared_ffn_hidden_size=2816,
+                num_dense_layers=1,
+                scores="sigmoid",
+                aux_loss=1e-3,
+            ),
+        ),
+        ("--num-experts 8 --moe-layer-freq [0,0,1,1]", Experts(num_experts=8, top_k=2, ffn_hidden_size=1024)),
+        ("--num-experts 8 --moe-layer-freq 2", None),
+    ],
+)
+def test_commands_of_megatron_are_predicted_with_their_experts(words, expected):
+    argv = (
+        "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1024 --swiglu "
+        f"--padded-vocab-size 1024 --seq-length 128 --micro-batch-size 1 --global-batch-size 8 {words}"
+    )
+    known = training("megatron").read(Run(argv=tuple(argv.split()), cwd="/"))
+    shape = known.shape
+    if expected is None:
+        assert shape is None and any("--moe-layer-freq 2" in note.message for note in known.notes)
+    elif "[0,0" in words:
+        assert shape.experts.num_dense_layers == 2
+    else:
+        assert shape.experts == expected
 
 
 def test_torchrun_loses_nothing():
