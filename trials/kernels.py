@@ -25,6 +25,7 @@ from trials.accelerator.kinds import FAMILIES
 from trials.attention import TAKES_GROUPED, AttentionPlan, Back, Kernel, Parts, causal_attention, plan_attention
 from trials.failure import InfeasibleSpec
 from trials.models.built_in import Head
+from trials.models.experts import mixtures_in
 from trials.models.model import TrainModel
 from trials.outcome import Phase, ProgressSink
 from trials.precision import compute_dtype, matmul_precision
@@ -246,8 +247,9 @@ _HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypa
 def apply_compile(model: TrainModel, kernels: Kernels) -> None:
     """Compile in place every layer (equal layers share code) with head and loss, or the whole model.
 
-    A built-in layer must be one graph, and so must head and loss; the whole model may break into several, as it does at
-    FSDP's hooks. Every shape gets its own graph, unless :attr:`~trials.spec.Kernels.dynamic` makes one graph for all.
+    A built-in layer must be one graph, and so must head and loss, unless its rows travel to experts on other ranks; the
+    whole model may break into several, as it does at FSDP's hooks. Every shape gets its own graph, unless
+    :attr:`~trials.spec.Kernels.dynamic` makes one graph for all.
 
     A chunked loss is not part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
     """
@@ -258,7 +260,8 @@ def apply_compile(model: TrainModel, kernels: Kernels) -> None:
     heads = [head] if isinstance(head, Head) and kernels.loss_chunks == 1 else []
     targets: list[nn.Module] = [model] if kernels.compile == "model" else [*model.layers.values(), *heads]
     for target in targets:
-        whole = kernels.compile == "block" and (target in heads or not model.is_own)
+        breaks = any(mixture.exchange is not None for mixture in mixtures_in([target]))
+        whole = kernels.compile == "block" and (target in heads or not model.is_own) and not breaks
         target.compile(backend=kernels.backend, mode=mode, dynamic=kernels.dynamic, fullgraph=whole)
 
 

@@ -85,8 +85,12 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
-    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size must be at least 1"
+    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep)
+    return (
+        None
+        if min(*degrees, layout.num_virtual_stages, candidate.micro_batch_size) >= 1
+        else "degrees and micro_batch_size must be at least 1"
+    )
 
 
 def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
@@ -219,6 +223,23 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
+    """Experts are spread over the ranks that shard the other weights."""
+    layout, model = candidate.layout, workload.model
+    if layout.ep == 1:
+        return None
+    experts = model.experts if isinstance(model, LlamaModel) else None
+    if experts is None:
+        return f"ep {layout.ep} requires a model with experts"
+    if layout.zero_stage < 2:
+        return f"ep {layout.ep} requires dp_shard above 1 with zero_stage 2 or 3"
+    if experts.num_experts % layout.ep:
+        return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
+    if layout.dp_shard * layout.cp % layout.ep:
+        return f"dp_shard {layout.dp_shard} x cp {layout.cp} is not divisible by ep {layout.ep}"
+    return None
+
+
 def has_experts(model: Model) -> bool:
     """Whether the runner trains a mixture of experts for this model."""
     return isinstance(model, LlamaModel) and model.experts is not None
@@ -319,6 +340,7 @@ LAYOUT_RULES = make_rules(
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
     ("experts", "layout.tp layout.cp precision.level", _experts_layout),
+    ("expert-parallel", "layout", _expert_parallel),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
@@ -423,11 +445,10 @@ def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None
     return next((problem for problem in map(pattern_problem, patterns) if problem), None)
 
 
-def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
-    recompute = candidate.recompute
-    if candidate.kernels.compile == "off" or not (recompute.selective or recompute.communication):
+def _communication_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
+    if candidate.kernels.compile == "off" or not candidate.recompute.repeats_gathers:
         return None
-    return "recompute of selected operators or of communication requires compile off; full recompute supports compile"
+    return "recompute of communication requires compile off; full and selective recompute support compile"
 
 
 def _recompute_communication(_workload: Workload, candidate: Candidate) -> str | None:
@@ -453,9 +474,10 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
     layout = candidate.layout
     if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
         return None
-    if not any(map(any, candidate.recompute.full)):
+    counts = (candidate.recompute.full, *(part.num_layers for part in candidate.recompute.selective))
+    if not any(any(row) for one in counts for row in one):
         return None
-    return "compile with tp and full recompute requires tp_engine local: torch cannot compile recomputed DTensors"
+    return "compile with tp and recompute requires tp_engine local: torch cannot compile recomputed DTensors"
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
@@ -631,7 +653,7 @@ def _text(counts: Counts) -> str:
 CANDIDATE_RULES = make_rules(
     ("recompute-shape", "layout recompute", _recompute_shape),
     ("recompute-pattern", "recompute", _recompute_patterns),
-    ("recompute-with-compile", "recompute kernels.compile", _recompute_with_compile),
+    ("communication-with-compile", "recompute kernels.compile", _communication_with_compile),
     ("recompute-communication", "layout recompute", _recompute_communication),
     ("compile-with-zbv", "layout.schedule kernels.compile", _compile_with_zbv),
     (

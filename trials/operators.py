@@ -22,7 +22,11 @@ def operator_name(function: Callable[..., Any]) -> str | None:
     """
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return None
-    name = getattr(function, "__name__", "")
+    return plain_operator(getattr(function, "__name__", ""))
+
+
+def plain_operator(name: str) -> str | None:
+    """Return an operator's name as in user code, from that of a torch function or method; see :func:`operator_name`."""
     if name in ("__get__", "__set__", "__setitem__", "__delitem__"):
         return None
     if name.startswith("__i") and name not in _NOT_IN_PLACE:

@@ -8,22 +8,25 @@ import itertools
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx.traceback import get_current_meta
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.accelerator.device import Mark, mark, seconds_between
 from trials.models.model import TrainModel
-from trials.operators import leaves_in, map_leaves, operator_name
+from trials.operators import leaves_in, map_leaves, operator_name, plain_operator
 from trials.parallel.mesh import local_part, stored_part
 from trials.reports import PatternEffect
 from trials.sizes import Chunk, count_at
@@ -506,6 +509,109 @@ def _forget(outputs: dict[int, _Output], key: int, _storage: Any) -> None:
     outputs.pop(key, None)
 
 
+# Selective recompute in a compiled graph, where the partitioner decides what is kept.
+#
+# While a layer is traced, a policy sees every dispatcher call with its origin: the module and the torch function that
+# made it. Calls that a pattern matches are marked, and the partitioner recomputes them. All others stay the
+# partitioner's choice, as without recompute.
+
+
+class GraphPolicy:
+    """What patterns choose in the graph of a layer. Equal layers share it, and so they share the graph."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, layer: nn.Module, tallies: Sequence[PatternTally]) -> None:
+        self.number = next(self._numbers)
+        """Another one for every policy of this process."""
+        self.num_layers = 0
+        self._modules = {name: type(module) for name, module in layer.named_modules() if name}
+        self._tallies = tuple(tallies)
+        self._matches: dict[str, PatternTally] = {}
+        """Pattern by call of a torch function, in the layer traced last."""
+        self._dropped: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
+        """Results of chosen calls, and views of them."""
+
+        def contexts() -> Any:
+            self._matches.clear()
+            self._dropped.clear()
+            return create_selective_checkpoint_contexts(self._decide)  # type: ignore[no-untyped-call]
+
+        self.contexts: Callable[[], Any] = contexts
+        """Contexts of a layer and of its recomputation; dynamo takes functions only, not methods."""
+
+    @staticmethod
+    def shared_by(layer: nn.Module, tallies: Sequence[PatternTally]) -> Hashable:
+        """Return what layers with the same policy have in common."""
+        return tuple((name, type(module)) for name, module in layer.named_modules()), tuple(map(id, tallies))
+
+    def add_layer(self) -> None:
+        """Count a layer that is traced under this policy."""
+        self.num_layers += 1
+        for tally in self._tallies:
+            tally.num_layers += 1
+
+    def num_matches(self, tally: PatternTally) -> int:
+        """Return the number of calls that the pattern chooses, over all layers of one pass."""
+        return self.num_layers * sum(one is tally for one in self._matches.values())
+
+    def _decide(self, context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if not self._is_chosen() and not self._is_view_of_dropped(operator, args):
+            return CheckpointPolicy.PREFER_SAVE
+        self._dropped.update(dict.fromkeys(leaves_in(context.op_output, Tensor)))
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    def _is_chosen(self) -> bool:
+        """Whether a pattern matches the call being traced; the first one counts."""
+        meta = get_current_meta()
+        call, function = (meta.get("source_fn_stack") or [("", None)])[-1]
+        operator = _traced_name(call, function)
+        if operator is None:
+            return False
+        module_path = self._path(list((meta.get("nn_module_stack") or {}).values()))
+        tally = next((one for one in self._tallies if one.matches(module_path, operator)), None)
+        if tally is not None:
+            self._matches[call] = tally
+        return tally is not None
+
+    def _is_view_of_dropped(self, operator: Any, args: Any) -> bool:
+        """Whether keeping the result would keep that of a chosen call."""
+        return getattr(operator, "is_view", False) and any(one in self._dropped for one in leaves_in(args, Tensor))
+
+    def _path(self, stack: Sequence[tuple[str, type]]) -> str:
+        """Return the innermost module's path in the layer, from its path in what is compiled."""
+        for path, kind in reversed(stack):
+            parts = _PATH_PART.findall(path)
+            for i in range(len(parts)):
+                if self._modules.get(name := ".".join(parts[i:])) is kind:
+                    return name
+        return ""
+
+
+_PATH_PART = re.compile(r"\w+")
+
+
+def _traced_name(call: str, function: Any) -> str | None:
+    """Return the operator's name of a traced call, whose function is a class if a module of torch was called."""
+    if isinstance(function, type):
+        return plain_operator(re.sub(r"_\d+$", "", call))
+    return plain_operator(function) if isinstance(function, str) else operator_name(function)
+
+
+class SelectiveWrapper(CheckpointWrapper):
+    """A layer whose graph is traced under a policy."""
+
+    def __init__(self, layer: nn.Module, policy: GraphPolicy, *, preserve_rng_state: bool) -> None:
+        super().__init__(layer, context_fn=policy.contexts, preserve_rng_state=preserve_rng_state)
+        policy.add_layer()
+        self.policy_number = policy.number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer. Dynamo compiles once for every number read here; it ignores the policy itself (torch 2.13)."""
+        assert self.policy_number >= 0
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 # A candidate's recompute policy: its application to a model, and its effects.
 
 
@@ -519,8 +625,13 @@ _GATHERING = r"(.*\.)?gather_sequence"
 class RecomputeMeter:
     """Measures what selective recompute and communication recompute drop and recompute."""
 
-    def __init__(self, tallies: tuple[PatternTally, ...] = ()) -> None:
+    def __init__(
+        self, tallies: tuple[PatternTally, ...] = (), policies: Iterable[GraphPolicy] = (), num_graph_passes: int = 0
+    ) -> None:
+        """``num_graph_passes`` is the number of passes per step if the layers are compiled, else 0."""
         self._tallies = tallies
+        self._policies = tuple(policies)
+        self._num_graph_passes = num_graph_passes
         self._num_microbatches = 0
         self._has_warned = False
 
@@ -543,6 +654,11 @@ class RecomputeMeter:
         return effects
 
     def _effect(self, tally: PatternTally, num_steps: int) -> PatternEffect:
+        if self._num_graph_passes:
+            num_matches = sum(policy.num_matches(tally) for policy in self._policies) * self._num_graph_passes
+            return PatternEffect(
+                pattern=tally.label, num_matches=num_matches, saved_bytes=0, recompute_s=0.0, is_compiled=True
+            )
         return PatternEffect(
             pattern=tally.label,
             num_matches=round(tally.num_matches / num_steps),
@@ -556,28 +672,39 @@ def _warn(effects: list[PatternEffect]) -> None:
     for effect in effects:
         if effect.num_matches == 0:
             logger.warning("recompute pattern %r matches nothing in this part of the model", effect.pattern)
-        elif effect.saved_bytes == 0:
+        elif effect.saved_bytes == 0 and not effect.is_compiled:
             logger.warning("recompute pattern %r saves nothing: something else keeps the tensors", effect.pattern)
 
 
-def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> RecomputeMeter:
+def apply_recompute(
+    model: TrainModel, recompute: Recompute, chunk: Chunk, *, num_graph_passes: int = 0
+) -> RecomputeMeter:
     """Make the layers of this virtual stage recompute, in place.
 
     Layers recomputed in full come first, so the other counts have an effect only if they are larger.
+
+    Args:
+        num_graph_passes: number of passes per step if the layers will be compiled, else 0.
     """
     names = list(model.layers)
     num_full = count_at(recompute.full, chunk.chunk, chunk.stage)
     patterns = _patterns(recompute)
     tallies = tuple(PatternTally(label=label, expression=re.compile(text)) for label, text, _ in patterns)
     limits = [count_at(counts, chunk.chunk, chunk.stage) for _, _, counts in patterns]
+    policies: dict[Hashable, GraphPolicy] = {}
     for i, name in enumerate(names):
+        layer = model.layers[name]
+        chosen = [tally for tally, limit in zip(tallies, limits, strict=True) if i < limit]
+        # Built-in models draw no random numbers, so there is no random state to restore.
         if i < num_full:
-            # Built-in models draw no random numbers, so there is no random state to restore.
-            model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=model.is_own)
-        elif chosen := [tally for tally, limit in zip(tallies, limits, strict=True) if i < limit]:
-            recompute_selected(model.layers[name], chosen)
-    meter = RecomputeMeter(tallies)
-    if tallies:
+            model.layers[name] = checkpoint_wrapper(layer, preserve_rng_state=model.is_own)
+        elif chosen and num_graph_passes:
+            policy = policies.setdefault(GraphPolicy.shared_by(layer, chosen), GraphPolicy(layer, chosen))
+            model.layers[name] = SelectiveWrapper(layer, policy, preserve_rng_state=model.is_own)
+        elif chosen:
+            recompute_selected(layer, chosen)
+    meter = RecomputeMeter(tallies, policies.values(), num_graph_passes)
+    if tallies and not num_graph_passes:
         model.register_forward_pre_hook(meter.count_microbatch)
     return meter
 

@@ -543,6 +543,8 @@ class PatternEffect:
     """Bytes that it freed at the peak of one micro-batch; 0 if something else keeps the tensors alive."""
     recompute_s: float
     """Seconds per step spent on recomputation."""
+    is_compiled: bool = False
+    """Whether the operators are part of compiled graphs, where their bytes and seconds are not measured apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

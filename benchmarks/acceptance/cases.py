@@ -12,6 +12,8 @@ from configs import CONFIGS
 
 SWEEPS = CONFIGS / "sweeps"
 SILU_MUL = {r"feed_forward\.(silu|mul)": "all"}
+COMPILED = {"compile": "block"}
+"""The guide's last two steps fuse operators in a compiled graph."""
 NEARLY_ALL = r"feed_forward|add|.*norm|.*\.(wo|sc.*)"
 
 
@@ -47,12 +49,12 @@ LLAMA2_13B = (
     Step(
         name="13 / 5 layers in full, SiLU x Mul elsewhere",
         published=2353,
-        knobs={**TWO_NODES, "recompute": {"full": [13, 5], "select": SILU_MUL}},
+        knobs={**TWO_NODES, "recompute": {"full": [13, 5], "select": SILU_MUL}, **COMPILED},
     ),
     Step(
         name="4 / 0 layers in full, SiLU x Mul elsewhere",
         published=2562,
-        knobs={**TWO_NODES, "recompute": {"full": [4, 0], "select": SILU_MUL}},
+        knobs={**TWO_NODES, "recompute": {"full": [4, 0], "select": SILU_MUL}, **COMPILED},
     ),
 )
 

@@ -152,6 +152,7 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "cp": layout.cp,
         "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
+        "ep": layout.ep,
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
@@ -276,7 +277,8 @@ def _recompute(workload: Workload, candidate: Candidate, _cluster: ClusterDescri
     layers = layout.stage_layers or ((model.num_layers,),)
     full = recompute.full or tuple((0,) * len(row) for row in layers)
     plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
-    dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain)
+    is_compiled = candidate.kernels.compile != "off"
+    dropped, repeated = selective_shares(recompute, model, workload.seq_length, plain, compiled=is_compiled)
     again = gathers_repeated(recompute, plain) / model.num_layers
     return {
         "stage_full": _per_stage(recompute.full, layout),
@@ -304,7 +306,7 @@ _PARTS = (
     _Part(("layout",), _layout),
     _Part(("layout.zero_stage", "kernels.compile"), _gathering),
     _Part(("layout.tp", "layout.tp_engine", "layout.schedule", "precision.level"), _sums),
-    _Part(("layout", "recompute"), _recompute),
+    _Part(("layout", "recompute", "kernels.compile"), _recompute),
     _Part(("layout", "precision.level"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),
     _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),

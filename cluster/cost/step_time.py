@@ -9,13 +9,18 @@ import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, Array, Coefficients, CostInputs
 from cluster.cost.peak_memory import layer_activation_bytes
-from cluster.cost.work import Work, exchanged_bytes, is_first, is_last, pipeline_seconds, rows_per_expert
+from cluster.cost.work import (
+    COMPILED_TRAFFIC_SHARE,
+    Work,
+    exchanged_bytes,
+    is_first,
+    is_last,
+    pipeline_seconds,
+    rows_per_expert,
+)
 
 REFERENCE_PEAK_FLOPS_PER_S = 312e12
 """Peak of the reference device of ``matmul_efficiency`` (A100, 16 bits)."""
-COMPILED_TRAFFIC_SHARE = 0.75
-"""Share of a layer's element-wise traffic left after compiling: norms fused with additions, rotation and gating in one
-pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
 
 
 TILE = 128 * 256

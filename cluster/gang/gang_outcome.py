@@ -581,6 +581,7 @@ def _sum(one: PatternEffect, other: PatternEffect) -> PatternEffect:
         num_matches=one.num_matches + other.num_matches,
         saved_bytes=one.saved_bytes + other.saved_bytes,
         recompute_s=one.recompute_s + other.recompute_s,
+        is_compiled=one.is_compiled,
     )
 
 

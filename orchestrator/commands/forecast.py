@@ -162,6 +162,8 @@ class DryRunVerdict:
     """Memory that the allocator reserves on top of live memory, as a fraction of it."""
     context_bytes: int
     """Memory of context and communicators on every device; 0 on CPUs."""
+    crowded: DryRunEstimate | RunFailure | None = None
+    """With ``ep``, the estimate if a rank's experts got all tokens of its peers; ``result`` assumes equal shares."""
     on_cpu: bool = False
     """Whether ranks compute on CPUs. A trial on CPUs measures the growth of its resident set, which is more than the
     tensors counted here."""
@@ -193,7 +195,15 @@ class DryRunVerdict:
         estimate = to_json(self.result)
         for stage, encoded in zip(self.result.stages, estimate["stages"], strict=True):
             encoded["needed_bytes"] = stage.needed_bytes(self.fragmentation, self.context_bytes)
-        return {**body, "estimate": estimate}
+        worst = {"crowded_bytes": self.crowded_bytes} if self.crowded_bytes is not None else {}
+        return {**body, "estimate": estimate, **worst}
+
+    @property
+    def crowded_bytes(self) -> int | None:
+        """Device memory needed if a rank's experts got all tokens of its peers; None without ``ep``."""
+        if not isinstance(self.crowded, DryRunEstimate):
+            return None
+        return self.crowded.needed_bytes(self.fragmentation, self.context_bytes)
 
 
 def refuse_user_code(spec: SweepSpec) -> None:
@@ -250,6 +260,9 @@ def dry_run(
         cache=DryRunCache(home.dry_runs),
         progress=progress,
     )
+    split = list(dict.fromkeys(candidate for _, candidate in chosen if candidate.layout.ep > 1))
+    made = estimate_all(workload, split, mode=mode, exact=exact, crowded=True, progress=progress)
+    crowded = dict(zip(split, made, strict=True))
     return [
         DryRunVerdict(
             name=name,
@@ -259,6 +272,7 @@ def dry_run(
             limit_bytes=limit_bytes,
             fragmentation=fragmentation,
             context_bytes=0 if mode == "cpu" else context_bytes(candidate.layout),
+            crowded=crowded.get(candidate),
             on_cpu=mode == "cpu",
         )
         for (name, candidate), result in zip(chosen, results, strict=True)

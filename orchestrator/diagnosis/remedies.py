@@ -27,6 +27,7 @@ from orchestrator.space.space import without_effect
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, speed_ratio, verdict
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
+from trials.legality import has_experts
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, PythonModel, ResNetModel, ScriptModel, UserModel, Workload, decoder_of
 
@@ -264,14 +265,14 @@ IN_DDP = tuple(f"{INSIDE}:{name}" for name in ("ddp_bucket_mb", "ddp_gradient_as
 HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "memory": (
         *("recompute", "zero_stage", "dp_shard", "micro_batch_size", "sequence_parallel", "shard_embedding"),
-        *("pp", "tp", "dp_replicate", "cp", "offload_activations", "offload_optimizer"),
+        *("pp", "tp", "ep", "dp_replicate", "cp", "offload_activations", "offload_optimizer"),
     ),
     "compute": (
         *("precision", "compile", "matmul_precision", "attention", "memory_format", "cudnn_benchmark"),
         *("compile_mode", "micro_batch_size"),
     ),
     "communication": (
-        *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "pp", "cp"),
+        *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "ep", "pp", "cp"),
         *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size", *IN_DDP),
     ),
     "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
@@ -372,6 +373,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()
         pointless |= set() if isinstance(workload.model, UserModel) else {"tp", "pp"}
+    pointless |= set() if has_experts(workload.model) else {"ep"}
     pointless |= set() if isinstance(workload.model, ScriptModel) and candidate.layout.dp > 1 else set(IN_DDP)
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 

@@ -167,8 +167,10 @@ def _model_parallel(model: DraftedModel, machine: DraftedMachine) -> Iterator[tu
     if not weights:
         return
     heads = model.keys["num_kv_heads"]
-    if not model.keys.get("experts"):
-        degrees = _powers(min(8, machine.devices_per_node))
+    degrees = _powers(min(8, machine.devices_per_node))
+    if experts := model.keys.get("experts"):
+        yield "ep", [ep for ep in degrees if experts["num_experts"] % ep == 0 and num_devices % ep == 0]
+    else:
         yield "tp", [tp for tp in degrees if heads % tp == 0 and num_devices % tp == 0]
     stages = [pp for pp in _powers(8) if num_devices % pp == 0 and model.keys["num_layers"] >= 2 * pp]
     if weights > 5e9 and len(stages) > 1 and machine.num_nodes > 1:

@@ -148,6 +148,8 @@ def model_of_config(config: Any, file: Path) -> DraftedModel:
 def _no_counterpart(kind: str, config: Mapping[str, Any], file: Path) -> ConfigError:
     experts = any("expert" in key for key in config)
     what = "a mixture of experts" if experts else f"a model of type {kind[:40]!r}"
+    if config.get("kv_lora_rank"):
+        what = "multi-head latent attention (kv_lora_rank)"
     return ConfigError(
         f"{what} is not supported by the built-in runner",
         file=file,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.gaps import NO_EXPERTS
+from orchestrator.frameworks.gaps import NO_EXPERT_PARALLEL, NO_EXPERTS
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, custom, option, settings_of, tree
 from trials.files import read_regular
 from trials.spec import Experts, LlamaModel
@@ -33,7 +33,7 @@ class _Family:
 
 
 _EXPERTS: Mapping[str, tuple[str, ...]] = {
-    "num_experts": ("num_experts", "num_local_experts"),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
     "top_k": ("num_experts_per_tok",),
     "ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
@@ -59,6 +59,8 @@ FAMILIES: Mapping[str, _Family] = {
         differences=("no biases on queries, keys and values", "no gate of the shared expert"),
     ),
     "qwen3_moe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
+    "deepseek": _Family(experts=_EXPERTS),
+    "dots1": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "olmoe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "stablelm": _Family(differences=(_LAYER_NORM,)),
     "gemma": _Family(is_tied=True, differences=(_GELU,)),
@@ -194,7 +196,7 @@ def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], fi
             shown = "missing" if value is None else f"{str(value)[:40]!r} is not a valid size"
             raise ConfigError(shown, file=file, key=name, remedy="Use the config.json of a complete model.")
         found[key] = value
-    for name, plain in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+    for name, plain in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("moe_layer_freq", 1)):
         if config.get(name, plain) not in (plain, None):
             raise ConfigError(
                 "only models with experts in every layer are supported",
@@ -202,6 +204,19 @@ def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], fi
                 key=name,
                 remedy="Describe the model in a file like configs/models/moe-tiny.yaml, with experts.num_dense_layers.",
             )
+    if (groups := config.get("n_group")) not in (None, 1):
+        raise ConfigError(
+            f"{groups}: choosing experts within groups is not supported",
+            file=file,
+            key="n_group",
+            remedy="Describe the model in a file like configs/models/moe-tiny.yaml, without groups.",
+        )
+    if number := config.get("first_k_dense_replace"):
+        found["num_dense_layers"] = number
+    if number := config.get("n_shared_experts"):
+        found["shared_ffn_hidden_size"] = number * found["ffn_hidden_size"]
+    if config.get("scoring_func") == "sigmoid" or config.get("model_type") == "dots1":
+        found["scores"] = "sigmoid"
     if config.get("norm_topk_prob", True) is False:
         found["normalizes"] = False
     if config.get("output_router_logits"):
@@ -217,6 +232,8 @@ def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str,
         yield "a separate output layer"
     if family.experts is not None and config.get("output_router_logits"):
         yield "an auxiliary loss per sequence and layer instead of one for all"
+    if family.experts is not None and config.get("routed_scaling_factor", 1.0) not in (None, 1, 1.0):
+        yield f"weights of experts not multiplied by {config['routed_scaling_factor']}"
     head, ours = config.get("head_dim"), sizes["hidden_size"] // sizes["num_heads"]
     if head and head != ours:
         yield f"heads of size {ours} instead of {head}"
@@ -280,6 +297,7 @@ MODEL_SETTINGS: tuple[Setting, ...] = (
     option(f"{_LLAMA}.rope_theta", f"{MODEL_FILE}:rope_parameters.rope_theta"),
     option(f"{_LLAMA}.norm_eps", f"{MODEL_FILE}:rms_norm_eps"),
     NO_EXPERTS,
+    NO_EXPERT_PARALLEL,
 )
 
 

@@ -270,6 +270,8 @@ NO_EXPERTS = lacking(
     severity="error",
 )
 """Setting of formats that describe dense decoders."""
+NO_EXPERT_PARALLEL = lacking("layout.ep", "experts are not exported to this format; use torchrun", severity="error")
+"""The same for the degree that splits them."""
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, if the framework has only one way, which is our default."""
 

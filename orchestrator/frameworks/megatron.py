@@ -536,6 +536,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.num_kv_heads", "--num-query-groups", of=int),
     option(f"{LLAMA}.norm_eps", "--norm-epsilon", of=float),
     megatron_experts.ROW,
+    megatron_experts.PARALLEL,
     custom((f"{LLAMA}.rope_theta",), ("--rotary-base",), _write_rope, _read_rope),
     custom((f"{LLAMA}.vocab_size",), ("--vocab-size", "--padded-vocab-size"), _write_vocab, _read_vocab),
     custom(("workload.seq_length",), ("--seq-length",), _write_length, _read_length, overlay="read"),

@@ -16,6 +16,7 @@ SCORES, BEFORE = "--moe-router-score-function", "--moe-router-pre-softmax"
 BIAS, RATE = "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate"
 BALANCING, AUX, Z = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-z-loss-coeff"
 CAPACITY, PADS, POLICY = "--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"
+PARALLEL_SIZE = "--expert-model-parallel-size"
 _FIXED = {"--moe-grouped-gemm": True, "--moe-token-dispatcher-type": "alltoall", "--moe-router-dtype": "fp32"}
 FLAGS = (BEFORE, BIAS, PADS, "--moe-grouped-gemm")
 """Arguments without a value."""
@@ -120,4 +121,17 @@ ROW = custom(
     (*_FIXED, NUM, TOP_K, WIDTH, SHARED, LAYERS, SCORES, BEFORE, BIAS, RATE, BALANCING, AUX, Z, CAPACITY, PADS, POLICY),
     _write,
     _read,
+)
+
+
+def _write_parallel(builder: SettingsBuilder) -> None:
+    if builder.candidate.layout.ep > 1:
+        builder.settings[PARALLEL_SIZE] = builder.candidate.layout.ep
+
+
+PARALLEL = custom(
+    ("layout.ep",),
+    (PARALLEL_SIZE,),
+    _write_parallel,
+    lambda found: {"layout.ep": found.whole("layout.ep", PARALLEL_SIZE, 1)},
 )

@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments
 from orchestrator.frameworks.arguments import Argument, Words, either_dash, read_text
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     VARYING_LENGTHS,
     all_of,
@@ -564,6 +565,7 @@ ROWS: tuple[Setting, ...] = (
         _read_data_parallel,
     ),
     NO_EXPERTS,
+    NO_EXPERT_PARALLEL,
     lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, like ddp"),
     sharded_from(
         1,

@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments, shell
 from orchestrator.frameworks.arguments import Words, either_dash
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     VARYING_LENGTHS,
     all_of,
@@ -438,6 +439,7 @@ ROWS: tuple[Setting, ...] = (
     switch("layout.sequence_parallel", "sequence_parallel", matters=lambda candidate: candidate.layout.tp > 1),
     own_collectives("Paddle always uses explicit collectives, like tp_engine local", lambda found: found[TP]),
     NO_EXPERTS,
+    NO_EXPERT_PARALLEL,
     lacking("layout.num_copies", "micro-batches are not split", in_overlays=True),
     row(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),

@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments
 from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, either_dash, is_specified
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     VARYING_LENGTHS,
     all_of,
@@ -454,6 +455,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.rope_theta", "model_spec.rope_theta"),
     option(f"{LLAMA}.norm_eps", "model_spec.norm_eps"),
     NO_EXPERTS,
+    NO_EXPERT_PARALLEL,
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
         (DTYPE, COMPUTE, "training.mixed_precision_reduce"),

@@ -458,13 +458,16 @@ class _Stage:
 class _Batch:
     """Unique requests: stages and candidates share small trials."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, *, crowded: bool) -> None:
         self._mode: Mode = mode
+        self._crowded = crowded
         self._numbers: dict[tuple[TrialSpec, int], int] = {}
 
     @property
     def requests(self) -> list[DryRunRequest]:
-        return [DryRunRequest(spec=spec, rank=rank, mode=self._mode) for spec, rank in self._numbers]
+        return [
+            DryRunRequest(spec=spec, rank=rank, mode=self._mode, crowded=self._crowded) for spec, rank in self._numbers
+        ]
 
     def plan(self, spec: TrialSpec, *, exact: bool) -> list[_Stage]:
         """Add the simulations that the trial needs."""
@@ -488,24 +491,27 @@ def estimate_all(
     *,
     mode: Mode = "accelerator",
     exact: bool = False,
+    crowded: bool = False,
     cache: DryRunCache | None = None,
     progress: Progress | None = None,
 ) -> list[DryRunEstimate | RunFailure]:
     """Simulate every candidate, one rank per pipeline stage; a failure does not affect others. Results go to ``cache``
     at once, so that an interruption loses little.
 
-    ``exact`` simulates all layers, micro-batches and stages instead of extrapolating from a few.
+    ``exact`` simulates all layers, micro-batches and stages instead of extrapolating from a few. ``crowded`` is the
+    worst case of expert parallelism, see :class:`~trials.dryrun.estimate.DryRunRequest`; it is not cached.
 
     Raises:
         ConfigError: when nothing can be simulated on this machine.
     """
+    cache = None if crowded else cache
     keys = [cache_key(workload, candidate, mode=mode, exact=exact) for candidate in candidates]
     known = {key: found for key in keys if cache is not None and (found := cache.get(key)) is not None}
     by_key = dict(zip(keys, candidates, strict=True))
     results: dict[str, DryRunEstimate | RunFailure] = dict(known)
     missing = {key: candidate for key, candidate in by_key.items() if key not in known}
     strange: dict[str, Candidate] = {}
-    for key, made in _estimates(workload, missing, mode=mode, exact=exact, progress=progress):
+    for key, made in _estimates(workload, missing, mode=mode, exact=exact, crowded=crowded, progress=progress):
         if made is None:
             strange[key] = by_key[key]
             continue
@@ -513,15 +519,22 @@ def estimate_all(
         if cache is not None and isinstance(made, DryRunEstimate):
             cache.put(key, by_key[key], made)
     if strange:  # this version of torch runs the schedule in a different order
-        results |= zip(strange, estimate_all(workload, [*strange.values()], mode=mode, exact=True), strict=True)
+        made_exactly = estimate_all(workload, [*strange.values()], mode=mode, exact=True, crowded=crowded)
+        results |= zip(strange, made_exactly, strict=True)
     return [results[key] for key in keys]
 
 
 def _estimates(
-    workload: Workload, candidates: Mapping[str, Candidate], *, mode: Mode, exact: bool, progress: Progress | None
+    workload: Workload,
+    candidates: Mapping[str, Candidate],
+    *,
+    mode: Mode,
+    exact: bool,
+    crowded: bool,
+    progress: Progress | None,
 ) -> Iterator[tuple[str, DryRunEstimate | RunFailure | None]]:
     """Yield each candidate's estimate once it is available; None if extrapolation is impossible."""
-    batch = _Batch(mode)
+    batch = _Batch(mode, crowded=crowded)
     missing = {
         key: batch.plan(TrialSpec(workload=workload, candidate=candidate), exact=exact)
         for key, candidate in candidates.items()

@@ -411,6 +411,8 @@ def _effect(effect: PatternEffect) -> str:
     if not effect.num_matches:
         return f"{name} matches nothing: check the pattern against the operators of a layer"
     calls = f"{effect.num_matches} operator calls per step"
+    if effect.is_compiled:
+        return f"{name} is part of compiled graphs ({calls}): its bytes and time are not measured apart"
     if not effect.saved_bytes:
         return f"{name} saves nothing ({calls}): something else keeps the tensors alive"
     saved, spent = units.num_bytes(effect.saved_bytes), units.milliseconds(effect.recompute_s)

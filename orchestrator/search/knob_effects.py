@@ -197,6 +197,7 @@ MODELLED = frozenset(
         "dp_shard",
         "cp",
         "tp",
+        "ep",
         "zero_stage",
         "sequence_parallel",
         "micro_batch_size",

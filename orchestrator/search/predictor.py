@@ -79,6 +79,7 @@ LENGTH_SCALES = {
     "pp": 1.5,
     "num_virtual_stages": 1.0,
     "dp_shard": 1.5,
+    "ep": 1.5,
     "dp_replicate": 4.0,
     "num_microbatches": 4.0,
     "num_layers": 4.0,

@@ -648,6 +648,13 @@ KNOBS: tuple[Knob, ...] = (
         canonical=lambda f, _: f["num_copies"] if f["tp"] > 1 else 1,
     ),
     _knob(
+        "layout.ep",
+        Degree,
+        "Expert-parallel degree: number of parts that the experts of every layer are split into, over some of the "
+        "ranks that dp_shard and cp already count. Requires a model with experts and zero_stage 2 or 3.",
+        Sign("ep{N}", "experts of every layer over {N} devices", lambda c: _unless(c.layout.ep, 1)),
+    ),
+    _knob(
         "micro_batch_size",
         Degree,
         "Samples (sequences) per data-parallel rank per micro-batch.",

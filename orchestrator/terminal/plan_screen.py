@@ -364,11 +364,18 @@ def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
     if verdict.on_cpu:
         yield Text(TENSORS_ALONE, style="dim")
     yield _memory_dry_run(verdict, result)
+    if verdict.crowded_bytes is not None:
+        yield _worst_case(verdict.crowded_bytes, verdict.limit_bytes)
     if result.host_bytes:
         yield Text(f"offloaded: up to {num_bytes(result.host_bytes)} of host memory per rank")
     yield _work(result)
     how = "extrapolated from smaller models" if result.extrapolated else "all layers simulated"
     yield Text(f"{how}; {result.cpu_s:.1f} CPU-seconds", style="dim")
+
+
+def _worst_case(needed_bytes: int, limit_bytes: int | None) -> Text:
+    text = f"experts: tokens divided equally over ranks; a rank that gets them all needs {num_bytes(needed_bytes)} "
+    return Text.assemble(text, _word(needed_bytes, limit_bytes))
 
 
 def _judgement(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Text:

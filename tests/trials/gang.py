@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -97,8 +98,11 @@ def _rank_main(pipe, specs, folder, options):
         os.environ["TUNE_CLUSTER_RENDEZVOUS"] = f"file://{folder}/{i}"
         # Dynamo warns of what it does to itself while tracing.
         warnings.simplefilter("error" if spec["candidate"]["kernels"]["compile"] == "off" else "ignore")
+        around = options["around"][i] if "around" in options else contextlib.nullcontext
         try:
-            pipe.send(("report", worker.run_rank(spec, lambda phase, **_: None)))
+            with around():
+                report = worker.run_rank(spec, lambda phase, **_: None)
+            pipe.send(("report", report))
         except BaseException as error:
             message = "".join(traceback.format_exception(error))[-3000:]
             pipe.send(("failure", (classify(error), type(error).__name__, message)))

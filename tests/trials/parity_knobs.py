@@ -150,6 +150,13 @@ def workload_of(precision):
     return WIDE if precision.level == "O1-fp8" else WORKLOAD
 
 
+def kernels_of(row):
+    kernels = dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]])
+    # Without AOTAutograd, torch does not let a chosen operator (rms_norm) write in place.
+    is_selective = row["recompute"] in ("selective", "mixed")
+    return dataclasses.replace(kernels, backend="aot_eager") if kernels.compile == "model" and is_selective else kernels
+
+
 def spec_of(row):
     layout, precision = layout_of(row), PRECISIONS[row["precision"]]
     spec = tiny_spec(
@@ -158,7 +165,7 @@ def spec_of(row):
         num_microbatches=NUM_MICROBATCHES[row["batches"]],
         recompute=RECOMPUTES[row["recompute"]](layout),
         precision=precision,
-        kernels=dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]]),
+        kernels=kernels_of(row),
         offload=OFFLOADS[row["offload"]],
     )
     return dataclasses.replace(spec, protocol=THREE_STEPS)

@@ -32,6 +32,7 @@ from trials.legality import violations
 from trials.sizes import num_parameters, virtual_stage
 from trials.spec import (
     Candidate,
+    Experts,
     Kernels,
     Layout,
     LinearModel,
@@ -71,6 +72,33 @@ def test_peak_is_that_of_a_real_run(name):
     layer = 4 * _layer_size(spec.workload.model) if layout.zero_stage >= 2 else 0
     for rank, run in zip(ranks, runs, strict=True):
         assert real[rank] - layer <= run.peak_bytes * (1 + TOLERANCE) and run.peak_bytes <= real[rank] * (1 + TOLERANCE)
+
+
+def _split_experts(name):
+    spec = FAMILIES[name]
+    experts = Experts(num_experts=4, top_k=2, ffn_hidden_size=352, num_dense_layers=1, routing="balanced")
+    model = dataclasses.replace(spec.workload.model, experts=experts)
+    layout = dataclasses.replace(spec.candidate.layout, ep=2)
+    return dataclasses.replace(
+        spec,
+        workload=dataclasses.replace(spec.workload, model=model),
+        candidate=dataclasses.replace(spec.candidate, layout=layout),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute"])
+def test_peak_of_split_experts_is_that_of_a_real_run(name):
+    """With equal shares, as the real router gives here; all tokens on one rank take more."""
+    spec = _split_experts(name)
+    even, crowded = simulated_runs(
+        [DryRunRequest(spec=spec, rank=0, mode="cpu", crowded=crowded) for crowded in (False, True)]
+    )
+    real = measured_peaks(spec)[0]
+    clones = 4 * num_parameters(spec.workload.model) // spec.workload.num_layers
+    assert real - clones <= even.peak_bytes * (1 + TOLERANCE) and even.peak_bytes <= real * (1 + TOLERANCE)
+    assert (crowded.peak_bytes > even.peak_bytes) == (name == "ZeRO-3 x2")  # recomputed, the peak is at the head
+    assert crowded.flops["forward"] > even.flops["forward"]
 
 
 @pytest.mark.representative("ZeRO-1 x2")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import pkgutil
 import tempfile
 from pathlib import Path
 
@@ -32,8 +34,8 @@ EXPERTS = Experts(
 REFERENCE = name_of(NEUTRAL)
 
 
-def with_experts(spec):
-    model = dataclasses.replace(spec.workload.model, experts=EXPERTS)
+def with_experts(spec, shape=EXPERTS):
+    model = dataclasses.replace(spec.workload.model, experts=shape)
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model))
 
 
@@ -44,7 +46,20 @@ def legal_specs():
     return {name: spec for name, spec in specs.items() if not list(violations(spec.workload, spec.candidate))}
 
 
-SPECS = legal_specs()
+def with_ep(spec, ep):
+    layout = dataclasses.replace(spec.candidate.layout, ep=ep)
+    return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, layout=layout))
+
+
+def split_specs(specs):
+    """Those of the trials that can also split the experts over 2 or 4 ranks."""
+    both = {f"ep{ep}/{name}": with_ep(spec, ep) for ep in (2, 4) for name, spec in specs.items()}
+    return {name: spec for name, spec in both.items() if not list(violations(spec.workload, spec.candidate))}
+
+
+WHOLE = legal_specs()
+SPLIT = split_specs(WHOLE)
+SPECS = WHOLE | SPLIT
 
 
 def world_size(name):
@@ -57,8 +72,13 @@ def spread(names, count):
     return ordered[:: max(1, len(ordered) // count)][:count]
 
 
-TRIED = [REFERENCE, *spread([name for name in SPECS if world_size(name) <= 4 and name != REFERENCE], 24)]
-USUAL = spread([name for name in TRIED[1:] if world_size(name) <= 2], 8)
+SPLIT_USUAL = [name for name in SPLIT if name.startswith(("ep2/zero3/m4/mixed/O0", "ep2/zero2/m1/O1-fp16/block"))]
+TRIED = [
+    REFERENCE,
+    *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE], 16),
+    *(name for name in SPLIT if world_size(name) <= 4),
+]
+USUAL = [*spread([name for name in TRIED[1:] if world_size(name) <= 2 and name in WHOLE], 6), *SPLIT_USUAL]
 
 
 @functools.cache
@@ -88,6 +108,83 @@ def test_trains_like_a_single_process(name):
     loss, norm = differences(result_of(name), reference())
     loss_limit, norm_limit = tolerances(SPECS[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
+    """Six experts over four ranks, and three of them over two: each rank holds rows of all."""
+    sharded = spec_of({**NEUTRAL, "dp": "zero3", "cp": "all-gather", "batches": "m2"})
+    shape = dataclasses.replace(EXPERTS, num_experts=6)
+    alone, whole, split = (with_experts(spec, shape) for spec in (spec_of(NEUTRAL), sharded, with_ep(sharded, 2)))
+    (expected,) = run_gang([alone], tmp_path / "alone")
+    for found in run_gang([whole, split], tmp_path, before=check_all):
+        loss, norm = differences(found, expected)
+        assert loss < 1e-5 and norm < 1e-5, (loss, norm)
+
+
+@contextlib.contextmanager
+def planted(owner, name, value):
+    """Replace attribute ``name`` of the module or class that ``owner`` names."""
+    owner = pkgutil.resolve_name(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def no_fault(original):
+    return original
+
+
+def lost_in_dispatch(finish):
+    """The first row that arrives is lost."""
+    return lambda *args: torch.cat([(rows := finish(*args))[:1] * 0, rows[1:]])
+
+
+def back_in_another_order(communicate):
+    return lambda kind, rows, *args: communicate(kind, rows.flip(0), *args)
+
+
+def over_the_wrong_group(apply):
+    """Gradients of experts are averaged as if every data-parallel rank had the same ones."""
+    return lambda model, mesh: dataclasses.replace(apply(model, mesh), summed={})
+
+
+def weighed_before_and_after(send):
+    """Rows are scaled on their way as well as when their results are added."""
+    return lambda exchange, rows, counts: send(exchange, rows * 0.5, counts)
+
+
+def counted_once(num_replicas):
+    """The norm takes experts for parameters that all ranks have."""
+    return lambda parameter, shard, layout: num_replicas(parameter, None, layout)
+
+
+EXCHANGE = "trials.parallel.experts"
+SPLIT_FAULTS = {
+    "none": (EXCHANGE, "finish", no_fault),
+    "a token lost in dispatch": (EXCHANGE, "finish", lost_in_dispatch),
+    "results of other tokens": (EXCHANGE, "communicate", back_in_another_order),
+    "gradients over the wrong group": ("trials.training.loop", "apply_expert_parallel", over_the_wrong_group),
+    "weight before and after": (f"{EXCHANGE}:RowExchange", "send", weighed_before_and_after),
+    "norm of other experts missing": ("trials.parallel.mesh", "num_replicas", counted_once),
+}
+
+
+@pytest.mark.slow
+def test_faults_in_the_exchange_show(tmp_path):
+    """In one gang, a trial with each fault: against one process, all differ but the one without."""
+    spec = with_ep(with_experts(spec_of({**NEUTRAL, "dp": "zero3", "recompute": "full"})), 2)
+    around = [functools.partial(planted, *fault) for fault in SPLIT_FAULTS.values()]
+    found = run_gang([spec] * len(around), tmp_path, around=around)
+    is_seen = {}
+    for name, result in zip(SPLIT_FAULTS, found, strict=True):
+        loss, norm = differences(result, reference())
+        is_seen[name] = loss > 1e-5 or norm > 1e-5
+    assert is_seen == {name: name != "none" for name in SPLIT_FAULTS}
 
 
 def layer(shape=EXPERTS, seed=0):
@@ -152,6 +249,24 @@ def test_the_routers_losses_have_their_gradient_and_no_value():
     made.zero_grad()
     (by_loop(made, x).square().sum() + 0.5 * by_loop_with_losses(made, x)).backward()
     torch.testing.assert_close(found, (x.grad, made.router.weight.grad), rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_with_parts_of_a_sequence_use_its_load(monkeypatch):
+    """Under context parallelism; the gradients of ranks are averaged."""
+    made, x = layer(), torch.randn(1, 8, 8)
+
+    def gradient(inputs):
+        made.zero_grad()
+        (0.0 * made(inputs)).sum().backward()  # leaves the gradients of the router's losses
+        return made.router.weight.grad.clone()
+
+    whole = gradient(x)
+    _, ids = made.router(x[0])
+    total = experts.counts_of(ids.view(1, -1), EXPERTS.num_experts).float()
+    made.router.sequence_group = object()
+    monkeypatch.setattr(experts, "summed", lambda _counts, _group: total)
+    parts = [gradient(part) for part in x.chunk(2, dim=1)]
+    torch.testing.assert_close(sum(parts) / 2, whole)
 
 
 def test_with_a_capacity_later_tokens_skip_a_full_expert():
@@ -259,6 +374,13 @@ def test_what_cannot_be_trained_is_refused():
     assert "num_experts 4" in problems(dataclasses.replace(EXPERTS, top_k=5))
     assert "capacity" in problems(dataclasses.replace(EXPERTS, capacity=0.0))
     assert "num_dense_layers" in problems(dataclasses.replace(EXPERTS, num_dense_layers=3))
+    sharded = with_experts(spec_of({**NEUTRAL, "dp": "zero3"}))
+    for ep, why in ((4, "dp_shard 2 x cp 1 is not divisible by ep 4"), (3, "num_experts 4 is not divisible by ep 3")):
+        assert why in list(violations(sharded.workload, with_ep(sharded, ep).candidate))
+    assert any("zero_stage 2 or 3" in problem for problem in violations(spec.workload, with_ep(spec, 2).candidate))
+    assert "ep 2 requires a model with experts" in list(
+        violations(spec_of(NEUTRAL).workload, with_ep(spec, 2).candidate)
+    )
     candidate = dataclasses.replace(spec.candidate, layout=dataclasses.replace(spec.candidate.layout, tp=2))
     limited = dataclasses.replace(model, experts=dataclasses.replace(EXPERTS, capacity=1.5))
     layout = dataclasses.replace(spec.candidate.layout, cp=2)

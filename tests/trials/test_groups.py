@@ -13,6 +13,7 @@ LAYOUTS = {
     "hsdp-cp": Layout(dp_replicate=2, cp=2, replicate_with="fsdp2", shard_embedding=True),
     "zero3-cp": Layout(dp_shard=2, cp=2, zero_stage=3),
     "pipeline": Layout(pp=2, dp_replicate=2),
+    "experts": Layout(dp_shard=2, cp=2, zero_stage=3, ep=2),
 }
 
 

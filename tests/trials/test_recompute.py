@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.trials.gang import run_gang
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
+from trials.kernels import apply_compile, compilations, forget_compilations
 from trials.models import build_model
 from trials.models.built_in import ResNet
 from trials.outcome import RankReport
@@ -24,7 +25,7 @@ from trials.parallel.mesh import ShardMap, init_parameters
 from trials.recompute import Handle, PatternTally, Rebuild, apply_recompute, recompute_selected, storage_of
 from trials.reports import PatternEffect
 from trials.sizes import chunks_of_stage
-from trials.spec import Layout, Precision, Recompute, ResNetModel, SelectiveRecompute, gather_pattern
+from trials.spec import Kernels, Layout, Precision, Recompute, ResNetModel, SelectiveRecompute, gather_pattern
 
 TOKENS = torch.randint(0, 256, (4, WORKLOAD.seq_length), generator=torch.Generator().manual_seed(0))
 
@@ -65,6 +66,84 @@ class Run:
     left_bytes: int
     """Bytes of those that are alive after the backward pass; gradients are no part."""
     effects: tuple[PatternEffect, ...]
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd keeps for the backward pass, without the weights."""
+
+    def __init__(self, model):
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._kept = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                self._kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    def num_bytes(self):
+        total = sum(num_bytes for num_bytes, _ in self._kept.values())
+        self._kept.clear()
+        return total
+
+
+def train_compiled(recompute, backend="aot_eager_decomp_partition", unit="block"):
+    """Loss and gradients, bytes kept, effects and the number of compiled forward graphs."""
+    forget_compilations()
+    (chunk,) = chunks_of_stage(Layout(), 0, WORKLOAD.num_layers)
+    with torch.device("meta"):
+        model = build_model(WORKLOAD, chunk)
+    meter = apply_recompute(model, recompute, chunk, num_graph_passes=1)
+    apply_compile(model, Kernels(compile=unit, backend=backend))
+    model.to_empty(device="cpu")
+    model.materialize(torch.device("cpu"))
+    init_parameters(model, 3, ShardMap())
+    saved = Saved(model)
+    with saved:
+        loss = model(TOKENS, TOKENS)
+    kept_bytes = saved.num_bytes()
+    loss.backward()
+    values = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    return values, kept_bytes, meter.effects(1), sum(one.is_forward for one in compilations())
+
+
+POSITIONS = TOKENS.numel()
+FFN_BYTES, HIDDEN_BYTES = (4 * POSITIONS * size for size in (SHAPE.ffn_hidden_size, SHAPE.hidden_size))
+GRAPH_PATTERNS = {
+    r"feed_forward\.(silu|mul)": (2, FFN_BYTES),
+    ".*norm": (2, 2 * (HIDDEN_BYTES + 4 * POSITIONS)),
+    "feed_forward": (7, 3 * FFN_BYTES),
+}
+"""Calls in a layer, and bytes that a compiled layer then no longer keeps: it keeps no SiLU in any case."""
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it does itself while tracing
+def test_compiled_layers_recompute_what_patterns_choose_and_keep_the_rest(caplog):
+    plain, plain_bytes, _, num_graphs = train_compiled(Recompute())
+    first = select("feed_forward", num_layers=1)
+    both = dataclasses.replace(first, selective=(*first.selective, *select("nothing_of_that_name").selective))
+    values, kept_bytes, effects, graphs = train_compiled(both)
+    assert equal(values, plain)
+    assert plain_bytes - kept_bytes == pytest.approx(3 * FFN_BYTES, rel=0.01)
+    assert [effect.num_matches for effect in effects] == [7, 0]
+    assert graphs == num_graphs + 1  # dynamo itself does not notice that layers have other patterns
+    (warned,) = [record.message for record in caplog.records if record.name == "trials.recompute"]
+    assert "matches nothing" in warned
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("backend", "unit"), [("inductor", "block"), ("aot_eager", "model")])
+def test_compiled_patterns_by_bytes(backend, unit):
+    plain, plain_bytes, _, num_graphs = train_compiled(Recompute(), backend, unit)
+    patterns = list(GRAPH_PATTERNS.items())[: 1 if backend == "inductor" else None]
+    for pattern, (num_calls, saved_bytes) in patterns:
+        values, kept_bytes, (effect,), graphs = train_compiled(select(pattern), backend, unit)
+        assert equal(values, plain)
+        assert plain_bytes - kept_bytes == pytest.approx(2 * saved_bytes, rel=0.01)
+        assert (effect.num_matches, effect.is_compiled, graphs) == (2 * num_calls, True, num_graphs)
 
 
 def train(recompute, *, autocast=False):

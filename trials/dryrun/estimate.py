@@ -40,6 +40,8 @@ class DryRunRequest:
     spec: TrialSpec
     rank: int
     mode: Mode = "accelerator"
+    crowded: bool = False
+    """Whether all tokens of its expert-parallel peers go to this rank's experts, instead of an equal share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,8 @@ direction and peer of some 20 channels (NCCL_BUFFSIZE)."""
 
 def num_communicators(layout: Layout) -> int:
     """Estimate a rank's communicators: the gang's, and one for every axis along which ranks communicate."""
-    degrees = (layout.dp, layout.tp, layout.cp, layout.pp, layout.world_size)
+    same_experts = layout.dp_shard * layout.cp // layout.ep if layout.ep > 1 else 1
+    degrees = (layout.dp, layout.tp, layout.cp, layout.pp, layout.ep, same_experts, layout.world_size)
     return sum(degree > 1 for degree in degrees)
 
 

@@ -301,6 +301,7 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
             stack.enter_context(static_shapes())
             stack.enter_context(held_sends())
         stack.enter_context(expected_attention(spec))
+        stack.enter_context(fake.expert_rows(crowded=request.crowded))
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
             stack.enter_context(fake.scaled_matmuls())

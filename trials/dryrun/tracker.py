@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import trials.models
 import trials.offload
+import trials.parallel.experts
 import trials.precision
 import trials.training.loop
 from trials.dryrun.estimate import CATEGORIES, Category, Peak, Traffic
@@ -501,6 +502,23 @@ def fused_rms_norm() -> Iterator[None]:
 def scaled_matmuls() -> Iterator[None]:
     """Multiply 8-bit floats as CUDA does, with copies in 8 bits; the emulation makes fp32 copies."""
     with replaced(trials.precision, "emulates", lambda _device: False):
+        yield
+
+
+@contextlib.contextmanager
+def expert_rows(*, crowded: bool) -> Iterator[None]:
+    """Assume how many rows travel between ranks with experts, since fake tensors have no values: equally many, or, if
+    ``crowded``, all to this rank.
+    """
+
+    def splits(rows: Tensor, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
+        number, size = rows.shape[0], leaving.shape[0]
+        if crowded:
+            return [number] + [0] * (size - 1), [number] * size
+        each = [number // size + (rank < number % size) for rank in range(size)]
+        return each, each
+
+    with replaced(trials.parallel.experts, "row_splits", splits):
         yield
 
 

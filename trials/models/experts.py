@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -247,6 +247,18 @@ class SharedExpert(nn.Module):
         return out
 
 
+class Exchange(Protocol):
+    """Lets the rows of this rank pass experts on several ranks, in two halves with other work in between."""
+
+    def send(self, rows: Tensor, counts: Tensor) -> Any:
+        """Start sending rows, sorted by expert, of which expert ``e`` gets ``counts[e]``."""
+        ...
+
+    def through(self, experts: RoutedExperts, sent: Any) -> Tensor:
+        """Return the results for all rows sent, in their order; ``experts`` are those of this rank."""
+        ...
+
+
 class MixtureOfExperts(nn.Module):
     """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token."""
 
@@ -257,6 +269,8 @@ class MixtureOfExperts(nn.Module):
         self.experts = RoutedExperts(hidden_size, shape)
         width = shape.shared_ffn_hidden_size
         self.shared = SharedExpert(hidden_size, width) if width else None
+        self.exchange: Exchange | None = None
+        """Set if other ranks hold some of the experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
@@ -266,17 +280,21 @@ class MixtureOfExperts(nn.Module):
         self.router.load.add_(counts)
         if self.shape.capacity is None:
             order = ids.flatten().argsort(stable=True)
-            out = self.experts(flat[order // self.shape.top_k], counts)
+            rows = flat[order // self.shape.top_k]
             # Back by the inverse order: a sum over indices would add in no particular order on GPUs.
-            by_token = out[order.argsort()]
+            place = order.argsort()
         else:
             source, place, counts = self._slots(ids.view(x.shape[0], -1), self.shape.capacity)
-            out = self.experts(with_zeros(flat)[source], counts)
-            by_token = with_zeros(out)[place]
-        by_token = by_token.unflatten(0, ids.shape)
+            rows = with_zeros(flat)[source]
+        sent = None if self.exchange is None else self.exchange.send(rows, counts)
+        shared = None if self.shared is None else self.shared(flat)
+        out = self.experts(rows, counts) if self.exchange is None else self.exchange.through(self.experts, sent)
+        if self.shape.capacity is not None:
+            out = with_zeros(out)
+        by_token = out[place].unflatten(0, ids.shape)
         result = torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).squeeze(1).to(x.dtype)
-        if self.shared is not None:
-            result = result + self.shared(flat)
+        if shared is not None:
+            result = result + shared
         return result.view_as(x)
 
     def _slots(self, ids: Tensor, capacity: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,6 +327,11 @@ class MixtureOfExperts(nn.Module):
 def with_zeros(rows: Tensor) -> Tensor:
     """Return the rows, and one of zeros after them."""
     return F.pad(rows, (0, 0, 0, 1))
+
+
+def mixtures_in(modules: Iterable[nn.Module]) -> list[MixtureOfExperts]:
+    """Return all mixtures of experts, in the order of the layers."""
+    return [one for module in modules for one in module.modules() if isinstance(one, MixtureOfExperts)]
 
 
 def routers_in(modules: Iterable[nn.Module]) -> list[Router]:

@@ -24,13 +24,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
 from trials.legality import holds_plain
+from trials.models.experts import mixtures_in
 from trials.models.model import TrainModel
-from trials.parallel.mesh import DATA_AXES, SHARD_AXES, HeldTensor, ShardMap, flat_mesh, held_parameters, shard_mesh
+from trials.parallel.mesh import (
+    DATA_AXES,
+    SHARD_AXES,
+    HeldTensor,
+    ShardMap,
+    expert_shard_mesh,
+    flat_mesh,
+    held_parameters,
+    shard_mesh,
+)
 from trials.precision import mixed_precision_policy
 from trials.spec import Layout, Precision
 from trials.torch_support import parameter_groups, replicas_keep_buffers
@@ -379,9 +390,38 @@ def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: P
             replicate(part, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policy)
         return
     layers = {*model.layers.values()}
+    if layout.ep > 1:
+        for mixture in mixtures_in(layers):
+            _shard(mixture.experts, expert_shard_mesh(mesh), policy, reshard=layout.zero_stage == 3)
     for part in parts:
-        reshard = layout.zero_stage == 3 and part in layers
-        fully_shard(part, mesh=shard_mesh(mesh), mp_policy=policy, reshard_after_forward=reshard)
+        _shard(part, shard_mesh(mesh), policy, reshard=layout.zero_stage == 3 and part in layers)
+    if layout.ep > 1:
+        _gather_experts_ahead(list(model.layers.values()))
+
+
+def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
+    """Shard one unit: weights by rows, and those of experts, if they cannot be dealt out evenly, each by rows."""
+    number = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        splits_each = parameter.dim() == 3 and parameter.shape[0] % number and parameter.shape[1] % number == 0
+        return Shard(1) if splits_each else None
+
+    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
+
+
+def _gather_experts_ahead(layers: Sequence[nn.Module]) -> None:
+    """Let experts be gathered with their layer: the host, which waits for the router, would start it late.
+
+    In the backward pass the units come in the order of their gradients; FSDP's own order lacks those recomputed.
+    """
+    for before, layer in zip((None, *layers), layers, strict=False):
+        for mixture in mixtures_in([layer]):
+            unit, experts = cast(FSDPModule, layer), cast(FSDPModule, mixture.experts)
+            unit.set_modules_to_forward_prefetch([experts])
+            unit.set_modules_to_backward_prefetch([experts])
+            if before is not None:
+                experts.set_modules_to_backward_prefetch([cast(FSDPModule, before)])
 
 
 def _parts(model: TrainModel, tables: Sequence[nn.Module]) -> list[nn.Module]:

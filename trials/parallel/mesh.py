@@ -131,6 +131,8 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     )
     for axes in _flattened(layout):
         flat_mesh(mesh, axes)
+    if layout.ep > 1:
+        setattr(mesh, _EXPERT_MESH, _build_expert_mesh(mesh, layout.ep))
     return mesh
 
 
@@ -144,6 +146,8 @@ def connect(mesh: DeviceMesh | None, layout: Layout, device: torch.device, progr
     if mesh is not None:
         groups += [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()]
         groups += [flat_mesh(mesh, axes).get_group() for axes in _flattened(layout)]
+        if layout.ep > 1:
+            groups += expert_mesh(mesh).get_all_groups()
     names: list[str] = []
     for group in groups:
         assert group is not None
@@ -195,6 +199,30 @@ def flat_mesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for FSDP: ``[dp_shard * cp]`` or, with replication, ``[dp_replicate, dp_shard * cp]``."""
     shards = flat_mesh(mesh, SHARD_AXES)
+    if not _present(mesh, ("dp_replicate",)):
+        return shards
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+
+
+_EXPERT_MESH = "tune_cluster_expert_mesh"
+"""Attribute of the gang's mesh: torch, unlike for flattened meshes, would connect new groups at every call."""
+
+
+def _build_expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    shards = flat_mesh(mesh, SHARD_AXES)
+    return shards._unflatten(0, (shards.size() // ep, ep), ("efsdp", "ep"))
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of :data:`SHARD_AXES` as a mesh ``[efsdp, ep]``: neighbours along ``ep`` hold different experts,
+    those along ``efsdp`` shards of the same ones."""
+    found: DeviceMesh = getattr(mesh, _EXPERT_MESH)
+    return found
+
+
+def expert_shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for FSDP of the experts: ``[efsdp]`` or, with replication, ``[dp_replicate, efsdp]``."""
+    shards = expert_mesh(mesh)["efsdp"]
     if not _present(mesh, ("dp_replicate",)):
         return shards
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
@@ -262,22 +290,26 @@ class Pending:
         return token
 
 
-def start(kind: CollectiveKind, x: Tensor, group: Group) -> Pending:
-    """Start the collective on ``x`` and return at once."""
-    return Pending(_AwaitGradient.apply(x), launch(kind, x.detach(), group.size, group.name))  # type: ignore[no-untyped-call]
+Splits = tuple[list[int], list[int]]
+"""Rows that an all-to-all sends to each rank, and rows that it receives from each."""
 
 
-def finish(kind: CollectiveKind, halves: tuple[Tensor, Tensor], group: Group) -> Tensor:
-    """Wait for what :func:`start` started with the same ``kind`` and ``group``, and return its result."""
-    out: Tensor = _Finish.apply(*halves, kind, group.size, group.name)  # type: ignore[no-untyped-call]
+def start(kind: CollectiveKind, x: Tensor, group: Group, splits: Splits | None = None) -> Pending:
+    """Start the collective on ``x`` and return at once. ``splits``: of an all-to-all with unequal parts."""
+    return Pending(_AwaitGradient.apply(x), launch(kind, x.detach(), group.size, group.name, splits))  # type: ignore[no-untyped-call]
+
+
+def finish(kind: CollectiveKind, halves: tuple[Tensor, Tensor], group: Group, splits: Splits | None = None) -> Tensor:
+    """Wait for what :func:`start` started with the same further arguments, and return its result."""
+    out: Tensor = _Finish.apply(*halves, kind, group.size, group.name, splits)  # type: ignore[no-untyped-call]
     return out
 
 
-def communicate(kind: CollectiveKind, x: Tensor, group: Group) -> Tensor:
+def communicate(kind: CollectiveKind, x: Tensor, group: Group, splits: Splits | None = None) -> Tensor:
     """Start and finish the collective at once."""
-    halves = start(kind, x, group).take()
+    halves = start(kind, x, group, splits).take()
     assert halves is not None
-    return finish(kind, halves, group)
+    return finish(kind, halves, group, splits)
 
 
 def reduced(x: Tensor, operation: Literal["sum", "max"], group: Group) -> Tensor:
@@ -301,17 +333,27 @@ class _Finish(torch.autograd.Function):
     """Waits for ``result``; the gradient flows to ``token``, which has the shape of what was sent."""
 
     @staticmethod
-    def forward(ctx: Any, _token: Tensor, result: Tensor, kind: CollectiveKind, size: int, name: str) -> Tensor:
-        ctx.sent = (_BACKWARD[kind], size, name)
+    def forward(
+        ctx: Any,
+        _token: Tensor,
+        result: Tensor,
+        kind: CollectiveKind,
+        size: int,
+        name: str,
+        splits: Splits | None = None,
+    ) -> Tensor:
+        ctx.sent = (_BACKWARD[kind], size, name, splits and splits[::-1])
         return wait(result)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        kind, size, name = ctx.sent
-        return launch(kind, grads[0], size, name), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        kind, size, name, splits = ctx.sent
+        return launch(kind, grads[0], size, name, splits), None, None, None, None, None
 
 
-def launch(kind: CollectiveKind, x: Tensor, size: int, name: str, *, is_fresh: bool = False) -> Tensor:
+def launch(
+    kind: CollectiveKind, x: Tensor, size: int, name: str, splits: Splits | None = None, *, is_fresh: bool = False
+) -> Tensor:
     """Start a collective; the result must not be read before :func:`wait`.
 
     If ``x`` ``is_fresh``, it has no other readers, and its sum may overwrite it. Compilers find that out themselves;
@@ -328,7 +370,8 @@ def launch(kind: CollectiveKind, x: Tensor, size: int, name: str, *, is_fresh: b
         out = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name)
     elif kind == "all_to_all":
         lengths = [x.shape[0] // size] * size
-        out = ops.all_to_all_single(x.contiguous(), lengths, lengths, name)
+        sent, received = splits or (lengths, lengths)
+        out = ops.all_to_all_single(x.contiguous(), received, sent, name)
     else:
         out = x
     return out
@@ -364,6 +407,8 @@ class ShardMap:
     shards: Mapping[str, LocalShard] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     """Parameters whose gradients are partial sums over the tensor-parallel group (norms with sequence parallelism)."""
+    summed: Mapping[str, int] = field(default_factory=dict)
+    """Parameters whose gradients are sums over this many ranks' tokens where averages are needed (experts)."""
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ from trials.parallel.data_parallel import (
     take_in_gradients,
     uses_fsdp,
 )
+from trials.parallel.experts import apply_expert_parallel
 from trials.parallel.mesh import (
     DATA_AXES,
     HeldTensor,
@@ -58,7 +59,9 @@ from trials.parallel.mesh import (
     flat_mesh,
     gradients_of,
     init_parameters,
+    local_part,
     perturb_parameters,
+    plain_name,
 )
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
 from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
@@ -266,6 +269,7 @@ def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEf
                 num_matches=before.num_matches + effect.num_matches,
                 saved_bytes=before.saved_bytes + effect.saved_bytes,
                 recompute_s=before.recompute_s + effect.recompute_s,
+                is_compiled=effect.is_compiled,
             )
         merged[effect.pattern] = effect
     return tuple(merged.values())
@@ -316,6 +320,12 @@ class Gradients:
         self._partial = [one for one in self.held if one.is_partial]
         parameters = [parameter for part in parts for parameter in part.model.parameters()]
         self._tensor_parallel = [parameter for parameter in parameters if _is_tensor_parallel(parameter)]
+        self._summed = [
+            (parameter, part.shard_map.summed[plain_name(name)])
+            for part in parts
+            for name, parameter in part.model.named_parameters()
+            if plain_name(name) in part.shard_map.summed
+        ]
         self._by_replicas: dict[int, list[HeldTensor]] = {}
         for one in self.held:
             self._by_replicas.setdefault(one.num_replicas, []).append(one)
@@ -325,7 +335,11 @@ class Gradients:
         """Complete every gradient: summed over the tensor-parallel group, and placed like its parameter.
 
         Under tensor parallelism some arrive as partial sums (norms with sequence parallelism) or whole (the embedding).
+        Experts see the tokens of all ranks of their group, but data parallelism averages over those with the same ones.
         """
+        for parameter, number in self._summed:
+            if parameter.grad is not None:
+                local_part(parameter.grad).div_(number)
         if self._partial:
             _sum_in_place(gradients_of(self._partial), self._group)
         for parameter in self._tensor_parallel:
@@ -844,7 +858,9 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
-    recompute_meter = apply_recompute(model, candidate.recompute, chunk)
+    num_passes = candidate.num_microbatches(spec.workload.global_batch_size)
+    num_graph_passes = 0 if candidate.kernels.compile == "off" else num_passes
+    recompute_meter = apply_recompute(model, candidate.recompute, chunk, num_graph_passes=num_graph_passes)
     apply_compile(model, candidate.kernels)
     offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None
@@ -881,6 +897,9 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    if layout.ep > 1:
+        assert mesh is not None
+        shard_map = apply_expert_parallel(model, mesh)
     chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
         _choose_attention(model, spec, mesh, device)

@@ -13,6 +13,7 @@ from cluster.candidate_table import CandidateTable
 from cluster.cost.cost_model import cost_model, inputs_of, inputs_of_table
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import CostInputs
+from cluster.cost.step_time import step_seconds
 from cluster.cost.usual import KnobColumns
 from cluster.cost.work import gathers_repeated, layers_params, selective_shares, tables_params, work_of
 from cluster.hardware.topology import load_cluster
@@ -24,6 +25,7 @@ from trials.sizes import model_flops_per_token, num_parameters
 from trials.spec import (
     Candidate,
     CustomChoice,
+    Experts,
     ImageFolderData,
     Kernels,
     Layout,
@@ -200,6 +202,18 @@ def test_pipelines_keep_what_backward_passes_gather():
         [(CANDIDATES_WORKLOAD, Candidate(layout=layout, precision=BF16)) for layout in layouts], CANDIDATES_CLUSTER
     )
     assert x.stays_gathered.tolist() == [0, 1]
+
+
+def test_split_experts_take_less_memory_and_are_sent_tokens():
+    experts = Experts(num_experts=8, top_k=2, ffn_hidden_size=14336)
+    mixture = replace(CANDIDATES_WORKLOAD, model=replace(LLAMA, experts=experts))
+    layouts = [Layout(dp_shard=64, zero_stage=2, ep=ep) for ep in (1, 8)]
+    x = inputs_of([(mixture, Candidate(layout=layout, precision=BF16)) for layout in layouts], CANDIDATES_CLUSTER)
+    assert x.ep.tolist() == [1, 8]
+    whole, split = cost_model().estimate(x).peak_bytes
+    assert split < whole
+    terms = step_seconds(x, work_of(x), cost_model().time.coefficients)
+    assert terms["expert_parallel"][0] == 0 < terms["expert_parallel"][1]
 
 
 def test_layouts_and_recompute_arrive_per_stage():

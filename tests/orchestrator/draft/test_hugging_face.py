@@ -1,12 +1,14 @@
 """Configurations as transformers writes them become models that trials train, or are refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import transformers
 
 from orchestrator.draft.model_config import model_of_file
 from orchestrator.errors import ConfigError
+from trials.spec import Experts
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
 GATED = {**SIZES, "intermediate_size": 1536}
@@ -91,10 +93,35 @@ def test_experts_of_their_own_width_are_read(tmp_path):
     assert (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalizes) == (16, 4, 96, False)
 
 
+def test_dense_first_layers_and_shared_experts_are_read(tmp_path):
+    """A smaller DeepSeek-MoE 16B, and dots.llm1."""
+    sizes = {**GATED, "n_routed_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 96}
+    sizes |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    deepseek = {**sizes, "model_type": "deepseek", "norm_topk_prob": False, "scoring_func": "softmax"}
+    dots = {**sizes, "model_type": "dots1", "n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    expected = Experts(num_experts=16, top_k=6, ffn_hidden_size=96, shared_ffn_hidden_size=192, num_dense_layers=1)
+    found = {}
+    for config in (deepseek, dots):
+        file = tmp_path / f"{config['model_type']}.json"
+        file.write_text(json.dumps(config))
+        found[config["model_type"]] = model_of_file(file)
+    assert found["deepseek"].shape.experts == replace(expected, normalizes=False)
+    assert found["dots1"].shape.experts == replace(expected, scores="sigmoid")
+    assert "weights of experts not multiplied by 2.5" in found["dots1"].differences
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"model_type": "deepseek_v3", "n_routed_experts": 8, **GATED}, ("mixture of experts", "--parameters")),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 512, **GATED},
+            ("multi-head latent attention", "--parameters"),
+        ),
+        ({"model_type": "longcat", "n_routed_experts": 8, **GATED}, ("mixture of experts", "--parameters")),
+        (
+            {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, **GATED},
+            ("n_group", "within groups"),
+        ),
         ({"model_type": "mixtral", **GATED}, ("num_local_experts", "missing")),
         (
             {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2, **GATED},
@@ -110,6 +137,8 @@ def test_experts_of_their_own_width_are_read(tmp_path):
     ],
     ids=[
         "latent attention",
+        "experts",
+        "groups",
         "no experts",
         "alternating",
         "t5",

@@ -59,6 +59,7 @@ def random_candidate(rng, *, fitting=False):
         stage_layers=(split(rng, chunks, pp) if good else counts(rng, chunks, pp, low=-1))
         if pp > 1 or not good
         else (),
+        ep=rng.choice([*[1] * 8, 2, 3]),
     )
     return Candidate(
         layout=layout,

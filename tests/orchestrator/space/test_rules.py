@@ -112,6 +112,15 @@ BROKEN_WHEN = {
         and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
     ),
     "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level == "O1-fp8"),
+    "expert-parallel": lambda c, w: (
+        c.layout.ep > 1
+        and (
+            w.model.experts is None
+            or c.layout.zero_stage not in (2, 3)
+            or 4 % c.layout.ep > 0
+            or c.layout.dp_shard * c.layout.cp % c.layout.ep > 0
+        )
+    ),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
         c.layout.cp > 1
@@ -132,9 +141,7 @@ BROKEN_WHEN = {
     "recompute-pattern": lambda c, w: any(
         p.pattern in ("(", r"(\w*\w*)*!") or len(p.pattern) > 200 for p in c.recompute.selective
     ),
-    "recompute-with-compile": lambda c, w: (
-        c.kernels.compile != "off" and bool(c.recompute.selective or c.recompute.communication)
-    ),
+    "communication-with-compile": lambda c, w: c.kernels.compile != "off" and c.recompute.repeats_gathers,
     "recompute-communication": lambda c, w: (
         c.recompute.communication != ()
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
@@ -144,7 +151,7 @@ BROKEN_WHEN = {
         c.kernels.compile != "off"
         and c.layout.tp > 1
         and c.layout.tp_engine == "dtensor"
-        and sum(map(sum, c.recompute.full)) > 0
+        and any(sum(map(sum, n)) > 0 for n in (c.recompute.full, *(p.num_layers for p in c.recompute.selective)))
     ),
     "cuda-graphs": lambda c, w: (
         c.kernels.compile != "off"
