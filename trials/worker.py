@@ -56,8 +56,9 @@ from trials.profiling.traces import check_profile, long_enough
 from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
 from trials.sizes import coordinates, data_parallel_rank
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
-from trials.training.loop import Trainer, choose_memory_format, max_over_ranks
+from trials.training.loop import Trainer, max_over_ranks
 from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
+from trials.training.memory_format import choose_memory_format
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:

@@ -6,14 +6,12 @@ import contextlib
 import functools
 import itertools
 import math
-import statistics
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trials.accelerator.device import is_host, mark, synchronize, widest_float
+from trials.accelerator.device import mark, widest_float
 from trials.attention import causal_attention
-from trials.datasets import Batch, Rows, StepBatches, micro_batches
+from trials.datasets import Rows, micro_batches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
@@ -66,9 +64,9 @@ from trials.parallel.mesh import (
 from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
 from trials.precision import CastMeter, LossScaler, apply_autocast_lists, apply_float8, autocast, parameter_dtype
 from trials.recompute import RecomputeMeter, apply_recompute
-from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
+from trials.reports import Findings, OperatorCast, PatternEffect
 from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages_total
-from trials.spec import Candidate, Layout, Precision, TrialSpec
+from trials.spec import Candidate, Layout, TrialSpec
 from trials.training.optimizer import build_optimizer, multiply
 
 # ---- One optimiser step: micro-batches forward and backward, global gradient norm, update
@@ -395,116 +393,6 @@ def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> Non
     torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
 
 
-# Choice of the memory format of convolutions, NCHW or NHWC ("channels last"), by rule and by measurement.
-
-
-Format = Literal["nchw", "nhwc"]
-TORCH_FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
-
-_NUM_ROUNDS = 5
-_MIN_GAIN = 0.05
-"""Smallest relative gain for the other format to count as faster."""
-
-
-def has_convolutions(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
-    """Convert the weights of convolutions to this format, in place, under any wrapper.
-
-    Weights held by FSDP stay unchanged, because it requires contiguous ones; their convolutions follow the format of
-    their input.
-    """
-    for model in models:
-        for parameter in model.parameters():
-            if parameter.dim() == 4 and not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.contiguous(memory_format=TORCH_FORMATS[format_])
-
-
-def in_format(images: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Convert images to this format; only tensors with four dimensions have formats."""
-    return images.to(memory_format=memory_format) if images.dim() == 4 else images
-
-
-def format_by_rule(precision: Precision) -> Format:
-    """Apply the usual rule: tensor cores run 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
-    return "nchw" if precision.dtype == "float32" else "nhwc"
-
-
-def choose_memory_format(
-    trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
-) -> tuple[torch.memory_format, MemoryFormatReport | None]:
-    """Convert the trainer's models; return the format for its inputs, and the report of ``auto``.
-
-    Models without convolutions are left unchanged.
-    """
-    models = [part.model for part in trainer.parts]
-    wanted = spec.candidate.kernels.memory_format
-    if not any(map(has_convolutions, models)):
-        return torch.preserve_format, None
-    if wanted != "auto":
-        convert_weights(models, wanted)
-        return TORCH_FORMATS[wanted], None
-    assert dataset is not None, "legality refuses auto in a pipeline"
-    with _same_draws(trainer.device):
-        report = _compare(trainer, spec, dataset[0])
-    chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
-    convert_weights(models, chosen)
-    return TORCH_FORMATS[chosen], report
-
-
-def choose_format(rule: Format, times_s: dict[Format, float]) -> Format:
-    """Return the rule's format unless the other one is clearly faster."""
-    other: Format = "nchw" if rule == "nhwc" else "nhwc"
-    return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
-
-
-def _same_draws(device: torch.device) -> AbstractContextManager[Any]:
-    """Restore random generators afterwards: dropout in passes before training would otherwise change the training."""
-    return torch.random.fork_rng(devices=() if is_host(device) else (device,), device_type=device.type)
-
-
-def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
-    """Time a few forward and backward passes of both formats, alternating; all ranks make the same choice."""
-    (model,) = (part.model for part in trainer.parts)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    formats: tuple[Format, Format] = ("nchw", "nhwc")
-    rounds: dict[Format, list[float]] = {format_: [] for format_ in formats}
-    for number in range(_NUM_ROUNDS + 1):
-        for format_ in formats:
-            convert_weights([model], format_)
-            seconds = _time_pass(trainer, spec, sample, TORCH_FORMATS[format_])
-            if number:  # the first pass of each is a warm-up
-                rounds[format_].append(seconds)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    times_s = {format_: max_over_ranks(statistics.median(rounds[format_]), trainer.device) for format_ in formats}
-    rule = format_by_rule(spec.candidate.precision)
-    chosen = choose_format(rule, times_s)
-    return MemoryFormatReport(rule=rule, chosen=chosen, nchw_s=times_s["nchw"], nhwc_s=times_s["nhwc"])
-
-
-def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
-    """Return seconds of one forward and backward pass over a micro-batch; drop its gradients.
-
-    The model is called without its DDP wrapper, so gradients are not reduced.
-    """
-    (model,) = (part.model for part in trainer.parts)
-    inputs, targets = (micro_batches(rows, spec.candidate.micro_batch_size)[0].to(trainer.device) for rows in sample)
-    inputs = in_format(inputs, memory_format)
-    synchronize(trainer.device)
-    start_s = time.perf_counter()
-    with autocast(spec.candidate, trainer.device):
-        loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
-    torch.autograd.backward(loss)
-    synchronize(trainer.device)
-    seconds = time.perf_counter() - start_s
-    for parameter in model.parameters():
-        parameter.grad = None
-    return seconds
-
-
 # ---- A step's micro-batches on a rank with all layers, and the interface of every engine
 
 
@@ -563,10 +451,10 @@ class Accumulation:
             self._begin(is_last=i == number)
             with autocast(self._candidate, self._device):
                 loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
-            share = 1.0 / number if self.mean_tokens is None else wanted.numel() / self.mean_tokens
-            losses.append(loss.detach() * (share * number))
+            weight = 1.0 if self.mean_tokens is None else wanted.numel() * number / self.mean_tokens
+            losses.append(loss.detach() if weight == 1.0 else loss.detach() * weight)
             marker.mark("forward")
-            torch.autograd.backward(loss, torch.full_like(loss, share * scale))
+            torch.autograd.backward(loss, torch.full_like(loss, weight * scale / number))
             if i == number:
                 finish_gradients(module)
             marker.mark("backward")

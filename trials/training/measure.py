@@ -40,7 +40,8 @@ from trials.datasets import Batch, Rows
 from trials.health import DeviceHealth, DeviceMemory, device_health
 from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol, TrialSpec
-from trials.training.loop import GangMaximum, StepResult, Trainer, in_format
+from trials.training.loop import GangMaximum, StepResult, Trainer
+from trials.training.memory_format import in_format
 
 # ---- Peak memory of a rank, and its limit
 
