@@ -104,7 +104,7 @@ def test_every_key_arrives(tmp_path):
     spec = load_sweep(write(tmp_path, FULL))
     workload = spec.to_workload()
     assert workload.model.ffn_hidden_size == 96
-    assert workload.data == TextData(path=str(tmp_path / "text.txt"), pattern="*.txt")
+    assert workload.data == TextData(path=str(tmp_path / "text.txt"), pattern="*.txt", lengths=(8, 32))
     assert workload.optimizer == AdamW(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-7, weight_decay=0.0, clip_norm=1.0)
     assert (workload.seq_length, workload.global_batch_size, workload.seed) == (32, 16, 3)
     assert spec.to_protocol() == Protocol(
