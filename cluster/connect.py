@@ -193,7 +193,7 @@ def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topo
 def _discover(request: ClusterRequest) -> Node:
     if request.min_nodes != 1:
         raise ClusterError(
-            f"{request.min_nodes} nodes requested, but this host is one; pass the address of a Ray cluster "
+            f"{request.min_nodes} nodes requested, but this host is a single node; pass the address of a Ray cluster "
             "with --address"
         )
     return discover_node(

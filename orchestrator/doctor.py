@@ -386,7 +386,9 @@ def driver_mode() -> str:
     if path.exists():
         return f"NVIDIA {path.read_text(encoding='ascii').strip()}"
     kind = _node().device_kind
-    return "none, and no GPU that needs one" if kind == "cpu" else f"not reported by the kernel ({kind})"
+    return (
+        "not installed; there is no GPU that requires one" if kind == "cpu" else f"not reported by the kernel ({kind})"
+    )
 
 
 def working_collectives() -> str:

@@ -140,6 +140,6 @@ def unit_legend(unit: str) -> str:
     words = {
         ("s",): "per second, all devices of a trial together",
         ("s", "p"): "per second per device (p: processor)",
-        ("s", "paid"): "per second per device of the whole nodes that a trial occupies and that are paid for",
+        ("s", "paid"): "per second per paid device, counting every device of the nodes that a trial occupies",
     }
     return f"{unit}: {noun} {words[tuple(per)]}"

@@ -34,6 +34,13 @@ def status_label(status: str, virtual: str | None = None) -> str:
     return virtual if virtual and status == "measured" else STATUS_LABELS.get(status, status)
 
 
+def with_reason(state: str, reason: str, separator: str = ", ") -> str:
+    """``running, 2 more nodes are busy``; only the reason if it begins with the state: ``paused by anna@desk``."""
+    if not reason:
+        return state
+    return reason if reason.startswith(f"{state} ") else f"{state}{separator}{reason}"
+
+
 def rounded(value: float, digits: int = 4) -> float:
     """The value with this number of significant digits."""
     return float(f"{value:.{digits}g}")

@@ -831,7 +831,7 @@ def with_verdict(report: LoaderTuningReport, *, data_s: float, step_time_s: floa
         verdict = f"Data loading limits the speed: with the best loader found, {took}."
     elif untuned >= _NEGLIGIBLE_SHARE:
         verdict = (
-            f"Data loading would limit the speed, but tuning fixed it: {took}; without loading processes it "
+            f"Data loading would limit the speed, but tuning fixed it: {took}; without workers it "
             f"would take {untuned:.0%} ({untuned_s * 1e3:.3g} ms per batch)."
         )
     else:

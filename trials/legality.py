@@ -128,7 +128,7 @@ def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None
 def _shard_needs_zero(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.dp_shard > 1 and layout.zero_stage == 0:
-        return f"dp_shard {layout.dp_shard} shards nothing with zero_stage 0; choose 1, 2 or 3"
+        return f"dp_shard {layout.dp_shard} has no effect with zero_stage 0; use zero_stage 1, 2 or 3"
     if layout.dp_shard == 1 and layout.zero_stage > 0:
         return f"zero_stage {layout.zero_stage} requires dp_shard above 1"
     return None

@@ -675,6 +675,8 @@ class ExpertLoad:
     rank: int
     busiest_on_rank: float
     """The same as ``busiest`` for the tokens of ``rank`` alone; of a gang, the rank where it is largest."""
+    busiest_rank: float = 1.0
+    """Tokens of the busiest expert-parallel rank over the mean of these ranks; 1 if all do the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,6 +160,16 @@ def num_active_parameters(model: LlamaModel) -> int:
     return _num_decoder_parameters(model) - (model.num_layers - experts.num_dense_layers) * idle * per_expert
 
 
+def expert_flops_share(model: LlamaModel, seq_length: int) -> float:
+    """Share of the model's FLOPs that routed experts compute; 0 for a dense model."""
+    experts = model.experts
+    if experts is None:
+        return 0.0
+    weights = 3 * model.hidden_size * experts.ffn_hidden_size * experts.top_k
+    layers = model.num_layers - experts.num_dense_layers
+    return 6.0 * layers * weights / _decoder_flops_per_token(model, seq_length)
+
+
 def _num_expert_weights(model: LlamaModel) -> int:
     """Weights of routers and experts, less those of the feed-forward that they replace."""
     experts, hidden = model.experts, model.hidden_size

@@ -400,7 +400,7 @@ TIME = (
     Coefficient("low_precision_gain", 0.75, 0.3, "share of the extra peak below 16 bits that matmuls gain"),
     Coefficient("half_waves", 0.15, 0.7, "tiles of a matmul's result per unit at which it is half as efficient"),
     Coefficient("half_depth", 150.0, 0.7, "length of a matmul's products at which it is half as efficient"),
-    Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes whose width is no multiple of 8"),
+    Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes if its width is not a multiple of 8"),
     Coefficient("attention_efficiency", 0.6, 0.4, "efficiency of fused attention's matmuls relative to others"),
     Coefficient("loose_norm_bytes", 80.0, 0.6, "traffic of norms of several kernels, per element of a layer's input"),
     Coefficient("memory_efficiency", 0.7, 0.3, "share of memory bandwidth that element-wise work reaches"),
@@ -412,7 +412,9 @@ TIME = (
     Coefficient("transfer_latency_s", 100e-6, 0.8, "fixed time of one transfer between pipeline stages"),
     Coefficient("gradient_overlap", 0.5, 0.6, "share of the last backward pass that hides gradient reduction"),
     Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides ZeRO-3 gathering and copies' collectives"),
-    Coefficient("overlap_slowdown", 0.2, 0.4, "what computation loses to communication it hides, relative to that"),
+    Coefficient(
+        "overlap_slowdown", 0.2, 0.4, "slowdown of computation that hides communication, relative to the communication"
+    ),
     Coefficient("recompute_cost", 1.0, 0.15, "a repeated forward pass relative to the first"),
     Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
     Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),

@@ -96,7 +96,7 @@ DEFAULTS: tuple[Default, ...] = (
     Default(
         name="NCCL_DEBUG",
         value="WARN",
-        reason="logs network and driver errors; without them a failure has no reason",
+        reason="logs network and driver errors, which explain failures",
         kinds=_NVIDIA_LIKE,
     ),
     Default(
@@ -152,7 +152,7 @@ DEFAULTS: tuple[Default, ...] = (
     Default(
         name="PYTORCH_CUDA_ALLOC_CONF",
         value="expandable_segments:True",
-        reason="growing segments: otherwise sizes that vary from step to step fragment memory",
+        reason="lets segments grow; otherwise, sizes that vary from step to step fragment memory",
         kinds=("cuda",),
         is_set_here=False,
     ),

@@ -182,7 +182,7 @@ def _impossible(rank: int, report: RankReport) -> Iterator[tuple[str, object, st
     if report.rank != rank:
         yield "rank", report.rank, f"{rank}, which it was started as"
     if not report.step_times_s and not is_script(report):
-        yield "step_times_s", "()", "the time of one step at least"
+        yield "step_times_s", "()", "at least one step time"
     for index, step_s in enumerate(report.step_times_s):
         if not is_step_time(step_s):
             yield f"step_times_s[{index}]", step_s, f"a number of seconds from {MIN_STEP_S:g} to {MAX_STEP_S:g}"
@@ -207,7 +207,7 @@ def _disagreement(reports: Sequence[RankReport]) -> str:
     """Describe how the reports contradict each other; empty if they do not."""
     reporting = [report for report in reports if report.step_times_s]
     if not reporting:
-        return "no rank reported the time of a step: there was none in a report, hook, file or log line"
+        return "no rank reported a step time: no report, hook, file or log line contains one"
     of_script = any(map(is_script, reports))
     for name, of in ({"steps": "step_times_s"} | ({} if of_script else {"losses": "losses"})).items():
         counts = [len(getattr(report, of)) for report in reporting]

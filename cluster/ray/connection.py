@@ -52,7 +52,7 @@ def require_listener(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ClusterError(f"cluster address {address!r} is not of the form host:port, nor 'auto'")
+        raise ClusterError(f"expected a cluster address such as HOST:PORT or auto, got {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:

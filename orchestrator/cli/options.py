@@ -42,7 +42,7 @@ home_option = click.option(
     help=f"Folder with all sweeps and the local MLflow store (or {HOME_VARIABLE}).",
 )
 global_home_option = click.option(
-    "--home", type=_HOME_TYPE, expose_value=False, callback=_keep_home, help="The same as --home after the command."
+    "--home", type=_HOME_TYPE, expose_value=False, callback=_keep_home, help="Same as --home after the command."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 

@@ -125,9 +125,9 @@ def promote(
     """Put the confirmed winner of a sweep into production.
 
     Registers the winner of SWEEP, with its recipe and evidence, as a new version of NAME in MLflow's registry. The
-    version gets the alias production, and the former one the alias previous. The commands rollback, history, show and
-    verify take this NAME. Refused unless the winner was confirmed to be faster and passed the loss gate. Does nothing
-    if the same recipe is already in production.
+    version gets the alias production; the one that it replaces gets the alias previous. The commands rollback, history,
+    show and verify take this NAME. Refused unless the winner was confirmed to be faster and passed the loss gate. Does
+    nothing if the same recipe is already in production.
 
     \b
     Examples:

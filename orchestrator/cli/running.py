@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import click
 
+from orchestrator import units
 from orchestrator.cli.options import home_option, json_option, print_result, program_options
 from orchestrator.errors import ExitCode
 from orchestrator.process_support import Invocation
@@ -115,7 +116,7 @@ def submit_file(
 
 
 def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
-    """Resume a sweep with its file as submitted, then show its report, or one profile only."""
+    """Resume a sweep with the file that it was submitted with, then show its report, or one profile only."""
     from orchestrator.commands.submission import submission_of_sweep
 
     options = program_options()
@@ -224,7 +225,7 @@ def _run_here(submission: Submission, run: int, as_json: bool, profile_of: int |
             sys.exit(ExitCode.CLUSTER_LOST)
         raise
     if MODE_VARIABLE in os.environ:  # no terminal to print to; `report` shows the result
-        echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
+        echo(units.with_reason(result.state.status, result.state.finish_reason, ": "), err=True)
     else:
         _print(submission, result, as_json, profile_of)
     _exit_by(result)
@@ -396,7 +397,7 @@ def submit(
 def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json: bool) -> None:
     """Resume a paused or interrupted sweep.
 
-    SWEEP continues with its file as it was submitted.
+    SWEEP continues with the file that it was submitted with.
 
     \b
     Examples:

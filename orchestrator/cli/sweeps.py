@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def ps(home: Path, as_json: bool) -> None:
     """List all sweeps.
 
-    Shows state, progress, best trial so far and controller of each. A sweep is interrupted if it should run but has no
-    running controller. Trials are done, running (run) or waiting to be launched (wait).
+    Shows the state, progress, best trial and controller of each sweep. A sweep is interrupted if it should run but has
+    no running controller. Trials are done, running (run) or waiting to be launched (wait).
 
     \b
     Examples:
@@ -148,8 +148,8 @@ def logs(
     """Show the logs of a trial or of the controller.
 
     TRIAL is a number (3 or t003), baseline, best or winner; without it, shows the controller's log. A TRIAL alone
-    refers to the latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, shows node and path, and
-    the last lines of failed ranks. With --json and --follow, prints one JSON object per line.
+    refers to the latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, shows the node and path,
+    and the last lines of failed ranks. With --json and --follow, prints one JSON object per line.
 
     \b
     Examples:

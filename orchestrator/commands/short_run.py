@@ -58,7 +58,7 @@ _REMEDIES = {
     "{total_accumulation} if the program divides it by the number of ranks.",
     "samples per optimiser step": "Set workload.global_batch_size to the program's number.",
     "the number format": "Correct baseline.precision, or omit precision if the program decides it.",
-    "data loading processes": "Correct the argument that takes {num_workers}, or omit num_workers.",
+    "data loader workers": "Correct the argument that takes {num_workers}, or omit num_workers.",
     "recompute, but each layer": "Omit recompute, or correct the argument that turns it on.",
     "never reads": "Correct the name of the option, or remove it from space.own and baseline.own.",
 }

@@ -123,9 +123,8 @@ def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], t
         seen = read_snapshot(ledger)
         state = seen.state
         if state.status in ("cancelled", "failed"):
-            raise ConfigError(
-                f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit a new sweep."
-            )
+            end = units.with_reason(state.status, state.finish_reason, ": ")
+            raise ConfigError(f"the sweep {name!r} is over ({end})", remedy="Submit a new sweep.")
         chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
         if chosen_trial is not None and chosen_trial.check is not None:
             of = trial_id(chosen_trial.check.of)
@@ -250,7 +249,7 @@ def annotate(
         note = after.note if number is None else after.trials[number].note
         if note is not None and len(note.tags) > MAX_TAGS:
             raise ConfigError(
-                f"{len(note.tags)} tags; {MAX_TAGS} are possible", remedy="Remove some: --remove-tag KEY."
+                f"{len(note.tags)} tags; the limit is {MAX_TAGS}", remedy="Remove some: --remove-tag KEY."
             )
         receipt = _answer(name, ledger, ledger.add_request(body, by=request.by, at_s=request.at_s))
         if not receipt.is_controlled:
@@ -269,7 +268,7 @@ def annotate(
 def _check_note(text: str | None, tags: Mapping[str, str], removed_tags: Collection[str]) -> None:
     if text is not None and len(text) > MAX_NOTE_CHARS:
         raise ConfigError(
-            f"the note has {len(text):,} characters; {MAX_NOTE_CHARS:,} are possible", remedy="Shorten it."
+            f"the note has {len(text):,} characters; the limit is {MAX_NOTE_CHARS:,}", remedy="Shorten it."
         )
     for key in (*tags, *removed_tags):
         if re.fullmatch(TAG_PATTERN, key) is None:
@@ -286,7 +285,7 @@ def _check_note(text: str | None, tags: Mapping[str, str], removed_tags: Collect
                 remedy=f"Use 1 to {MAX_TAG_CHARS}; --remove-tag {key} removes the tag.",
             )
         if key in removed_tags:
-            raise ConfigError(f"the tag {key!r} is both set and removed", remedy="Leave out one of the two.")
+            raise ConfigError(f"the tag {key!r} is both set and removed", remedy="Remove one of the two.")
 
 
 def _safe_value(key: str, value: str) -> str:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from cluster.base import GangProgress
 from cluster.processes import process_info, python_module
-from orchestrator import process_support
+from orchestrator import process_support, units
 from orchestrator.commands import steering, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.errors import ConfigError, ExitCode
@@ -153,7 +153,7 @@ class ForegroundLog(io.TextIOBase):
 
     def on_state(self, state: SweepState) -> None:
         """Start writing if the sweep has been created."""
-        self._last = f"{state.status}: {state.finish_reason}".rstrip(": ")
+        self._last = units.with_reason(state.status, state.finish_reason, ": ")
         if self._file is None and state.created is not None:
             with contextlib.suppress(OSError):
                 self._file = _open_log(self._path)

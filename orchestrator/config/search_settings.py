@@ -59,7 +59,7 @@ class LearnFromSection(Section):
     def _distinct(self) -> LearnFromSection:
         for knob in self.params.values():
             if sum(knob == other for other in self.params.values()) > 1:
-                raise fault("params", f"two params stand for the knob {knob!r}", "Keep one of them.")
+                raise fault("params", f"two params map to the knob {knob!r}", "Keep one of them.")
         return self
 
 

@@ -476,7 +476,7 @@ class BudgetSection(Section):
     wall_time_s: Duration | None = Field(
         default=None,
         alias="wall_time",
-        description='Maximum time that the sweep runs, like "10m" or "2h"; pauses do not count. null: no limit.',
+        description='Maximum running time of the sweep, like "10m" or "2h"; pauses do not count. null: no limit.',
     )
     consecutive_failures: Size = Field(default=5, description="Maximum number of consecutive failed trials.")
     strikes_per_node: Size = Field(
@@ -530,7 +530,7 @@ class TrackingSection(Section):
 
 def check_runner(value: str) -> str:
     if _RUNNER.fullmatch(value) is None:
-        raise fault(None, f"{value[:80]!r} is not of the form module:function", "Write module:function.")
+        raise fault(None, f"expected module:function, got {value[:80]!r}", "Use a form like my_package.runner:main.")
     return value
 
 
@@ -596,9 +596,9 @@ class ConfirmSection(Switchable):
 
     soak: Literal["auto", "off"] | Duration = Field(
         default="auto",
-        description="Length of one longer run each of winner and baseline before the winner is confirmed, as "
-        "time for its measured steps at the speed of the rounds. auto: as long as all rounds "
-        "together, at least 30s; no longer run on simulated clusters.",
+        description="Length of the soak, one longer run each of winner and baseline before the winner is confirmed: "
+        "the time that its measured steps would take at the speed of the rounds. auto: as long as all rounds "
+        "together, at least 30s, and no soak on simulated clusters.",
     )
     always: bool = Field(
         default=ConfirmSettings().always,

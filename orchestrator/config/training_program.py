@@ -156,11 +156,11 @@ def refuse_for_scripts(spec: Any) -> None:
     if spec.cluster.kind == "simulated":
         raise fault("cluster.kind", "a simulated cluster cannot run programs", "Use local or ray.")
     if spec.runner != type(spec).model_fields["runner"].default:
-        raise fault("runner", "`runner` is not supported with workload.run", "Leave it out.")
+        raise fault("runner", "`runner` is not supported with workload.run", "Remove it.")
     if spec.profile.is_on and not spec.profile.is_auto and not spec.workload.metrics.hook:
         raise fault("profile", "profiling requires the hook, and metrics.hook is off", "Turn metrics.hook on.")
     if spec.space.balance:
-        raise fault("space.balance", "balancing requires a model of the built-in runner", "Leave it out.")
+        raise fault("space.balance", "balancing requires a model of the built-in runner", "Remove it.")
 
 
 def _known_recipe(name: str) -> str:

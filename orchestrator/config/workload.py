@@ -221,12 +221,12 @@ class ExpertsSection(Section):
     """A mixture of experts in place of the feed-forward."""
 
     num_experts: Size = Field(description="Routed experts in a layer.")
-    top_k: Size = Field(description="Routed experts that each token passes; at most num_experts.")
+    top_k: Size = Field(description="Routed experts per token; at most num_experts.")
     ffn_hidden_size: Size = Field(description="Inner width of one routed expert.")
     shared_ffn_hidden_size: int = Field(
         default=_EXPERTS.shared_ffn_hidden_size,
         ge=0,
-        description="Total inner width of the experts for every token; 0: none.",
+        description="Total inner width of the experts that process every token; 0: none.",
     )
     num_dense_layers: int = Field(
         default=_EXPERTS.num_dense_layers, ge=0, description="First layers with a plain feed-forward."
@@ -259,7 +259,8 @@ class ExpertsSection(Section):
         default=_EXPERTS.capacity,
         gt=0,
         le=1e6,
-        description="Tokens per expert over the mean, per sequence; further ones skip the expert. null: no limit.",
+        description="Maximum number of tokens per expert and sequence, relative to the mean; further tokens skip the "
+        "expert. null: no limit.",
     )
     routing: Literal["learned", "balanced"] = Field(
         default=_EXPERTS.routing,
@@ -279,7 +280,9 @@ class LlamaSection(Section):
     num_heads: Size = Field(description="Query heads; must divide hidden_size.")
     num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
     ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
-    vocab_size: int = Field(default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256.")
+    vocab_size: int = Field(
+        default=256, ge=256, le=2**31 - 1, description="Number of token ids; byte-level tokens require 256."
+    )
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
     experts: ExpertsSection | None = Field(default=None, description="Mixture of experts; null: a dense model.")
@@ -592,10 +595,10 @@ class WorkloadSection(Section):
         if reads_tokens and self.seq_length is None:
             raise fault("seq_length", "missing", "Add 'seq_length'.")
         if not reads_tokens and self.seq_length not in (None, 1):
-            raise fault("seq_length", f"{self.model.kind} models read no sequences", "Leave it out.")
+            raise fault("seq_length", f"{self.model.kind} models do not read sequences", "Remove it.")
         if getattr(self.data, "lengths", None) and getattr(self.model, "experts", None) is not None:
             message = "a mixture of experts would be balanced over padding, too"
-            raise fault("data.lengths", message, "Leave it out, or use a dense model.")
+            raise fault("data.lengths", message, "Remove it, or use a dense model.")
         fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
         if self.data.kind not in fitting:
             message = f"{self.model.kind} models cannot train on {self.data.kind}"
@@ -735,9 +738,7 @@ def _size(path: Path) -> int:
 
 def _function(value: str) -> str:
     if FUNCTION.fullmatch(value) is None:
-        raise fault(
-            None, f"{show(value)} is not of the form module:function", "Write module:function, like my_model:build."
-        )
+        raise fault(None, f"expected module:function, got {show(value)}", "Use a form like my_model:build.")
     package = value.partition(":")[0].partition(".")[0]
     if package in RESERVED:
         raise fault(

@@ -171,7 +171,7 @@ class _Builder:
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             raise refused(f"a number with {len(node.value)} characters is too large", "Use a smaller number.")
         if isinstance(value, str) and not _is_text(value):
-            raise refused("the text contains half of a character (\\ud800 to \\udfff)", "Write the character itself.")
+            raise refused("the text contains an unpaired surrogate (\\ud800 to \\udfff)", "Write the character itself.")
         if isinstance(value, str) and (found := CONTROLS.search(value)) is not None:
             raise refused(f"the text contains the control character {found[0]!a}", "Remove it.")
         return value
@@ -375,8 +375,9 @@ def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]
     if kind == "union_tag_not_found":
         return source.error((*path, "kind"), "missing", "Add 'kind'.")
     if kind == "union_tag_invalid":
-        message = f"expected {context['expected_tags']}, got {_show(context['tag'])}"
-        return source.error((*path, "kind"), message, "Use one of these.")
+        *others, last = context["expected_tags"].split(", ")
+        expected = f"{', '.join(others)} or {last}" if others else last
+        return source.error((*path, "kind"), f"expected {expected}, got {_show(context['tag'])}", "Use one of these.")
     path, _ = source.locate(path)
     return source.error(path, *_describe(details))
 
@@ -465,8 +466,13 @@ def _describe(details: ErrorDetails) -> tuple[str, str]:
         return "the list is empty", "List at least one value."
     if kind == "string_pattern_mismatch" and context["pattern"] == URI_PATTERN:
         return f"{shown} is not a supported tracking URI", SUPPORTED_URIS
+    if kind == "string_too_short" and not value:
+        return "the text is empty", "Set it, or remove the key."
+    if kind == "int_parsing_size":
+        return f"{shown} is out of range", SEE_DOCS
     if kind == "literal_error":
-        return f"expected {context['expected']}, got {shown}", "Use one of these."
+        expected = context["expected"]
+        return f"expected {expected}, got {shown}", "Use one of these." if " or " in expected else f"Use {expected}."
     if kind not in _EXPECTED:
         return f"{details['msg'][:1].lower()}{details['msg'][1:]}, got {shown}", SEE_DOCS
     message = f"expected {_EXPECTED[kind]}, got {shown}"

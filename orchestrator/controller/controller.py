@@ -12,6 +12,7 @@ from typing import Any
 from cluster.base import Cluster, ClusterLostError, ClusterRequest, PrivateClusterLostError
 from cluster.connect import clock_of, connect
 from cluster.hardware.topology import Topology
+from orchestrator import units
 from orchestrator.config.sweep import SweepSpec, check_same
 from orchestrator.controller.observer import Heartbeat, Observers, Projection
 from orchestrator.controller.runtime import (
@@ -339,7 +340,8 @@ def resume(
         remedy = (
             "Submit it under another name." if state.status == "cancelled" else "Use `retry` to launch trials again."
         )
-        raise ConfigError(f"the sweep {spec.name!r} is {state.status}: {state.finish_reason}", remedy=remedy)
+        end = units.with_reason(state.status, state.finish_reason, ": ")
+        raise ConfigError(f"the sweep {spec.name!r} is over ({end})", remedy=remedy)
     return _Controller(spec, home, observer, address=address, is_restart=is_restart).run()
 
 

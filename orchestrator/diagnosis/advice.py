@@ -167,11 +167,11 @@ def _experts(one: Observed) -> Iterator[str]:
             "a larger `experts.balance_rate` or `aux_loss` evens it out, and `capacity` limits it"
         )
     tokens = one.candidate.micro_batch_size * one.workload.seq_length // one.candidate.layout.cp
-    rows = tokens * shape.top_k / shape.num_experts
+    rows = tokens * shape.top_k * one.candidate.layout.ep / shape.num_experts
     if rows < FEW_ROWS and not one.on_cpu:
         yield (
             f"an expert multiplies {rows:.0f} rows at a time, so reading its weights takes longer than multiplying: "
-            f"larger micro-batches, up from {one.candidate.micro_batch_size}, give it more"
+            f"larger micro-batches, up from {one.candidate.micro_batch_size}, or a larger ep give it more"
         )
 
 

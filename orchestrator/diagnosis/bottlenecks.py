@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,8 @@ from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import count, is_wide, milliseconds, num_bytes, status_label, trial_id
 from trials.outcome import Measurement
 from trials.reports import RankProfile
-from trials.spec import Candidate, Workload
+from trials.sizes import expert_flops_share
+from trials.spec import Candidate, Workload, decoder_of
 
 # Breakdown of the step time of a measured trial.
 #
@@ -407,7 +409,7 @@ def _more_workers(case: DiagnosedCase) -> str:
     others = [_own_workers(change.candidate, case.roles) for change in case.changes]
     if not workers or any((other or 0) > workers for other in others):
         return ""
-    return f"no candidate has more than {workers} loading processes: add {2 * workers} to num_workers"
+    return f"no candidate has more than {workers} data loader workers: add {2 * workers} to num_workers"
 
 
 def _shorter_bubbles(case: DiagnosedCase) -> list[KnobChange]:
@@ -487,8 +489,8 @@ def _io_evidence(case: DiagnosedCase) -> list[str]:
         return [report.verdict]
     if case.trial.candidate.loader.tuning is not None or (num_workers := _num_workers(case)) is None:
         return []
-    words = {0: "no loading processes", 1: "one loading process"}
-    return [words.get(num_workers, f"{num_workers} loading processes")]
+    words = {0: "no data loader workers", 1: "one data loader worker"}
+    return [words.get(num_workers, f"{num_workers} data loader workers")]
 
 
 def _num_workers(case: DiagnosedCase) -> int | None:
@@ -674,7 +676,33 @@ def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> li
     return lines
 
 
+def _experts_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """Computation of the expert-parallel ranks with the most tokens in excess of the mean: every layer waits for its
+    busiest one."""
+    loads, model = case.measurement.findings.experts, decoder_of(case.workload.model)
+    if not loads or model is None or model.experts is None:
+        return None
+    excess = statistics.fmean(load.busiest_rank for load in loads)
+    busy_s = sum(case.parts.seconds(name) for name in ("compute", "recompute", "forward_backward"))
+    seconds = busy_s * expert_flops_share(model, case.workload.seq_length) * (1 - 1 / excess)
+    if seconds / case.parts.step_time_s < MIN_SHOWN:
+        return None
+    worst = max(loads, key=lambda load: load.busiest_rank)
+    lines = [
+        f"tokens of the busiest expert-parallel rank: {excess:.2f}x the mean on average over layers, "
+        f"{worst.busiest_rank:.2f}x in layer {worst.layer}",
+        "a smaller ep evens this out, as do `experts.balance_rate` and `aux_loss`; `capacity` limits it",
+    ]
+    return _bottleneck(case, "imbalance", seconds, "modelled", lines)
+
+
 def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """Ranks that compute more than others, or have busier experts, whichever costs more."""
+    found = (_ranks_bottleneck(case), _experts_bottleneck(case))
+    return max(filter(None, found), key=lambda one: one.seconds, default=None)
+
+
+def _ranks_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     """Computation of the busiest rank in excess of the mean of all ranks."""
     loads: list[float] = []
     source: Source = "modelled"

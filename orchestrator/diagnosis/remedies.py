@@ -277,7 +277,7 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
-    "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule", "batching"),
+    "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule", "ep", "batching"),
     "padding": ("batching", "micro_batch_size"),
     "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
     "compilation": ("compile", "compile_mode"),

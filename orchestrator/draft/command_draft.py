@@ -407,11 +407,11 @@ def _lines(
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your training program; all keys: docs/your-own-training.md")
     notes = {
-        "global_batch_size": " # samples of an optimiser step over all devices",
+        "global_batch_size": " # samples per optimiser step over all devices",
         "trial_args": " # in trials only",
     }
     if not _stated_length(script) and workload.get("seq_length") == script.detected.facts.seq_length:
-        notes["seq_length"] = " # tokens of a sample, read from the model's inputs"
+        notes["seq_length"] = " # tokens per sample, read from the model's inputs"
     for key, value in workload.items():
         shown = yaml_words(value) if key in ("run", "trial_args") else value_text(value)
         yield f"  {key}: {shown}{notes.get(key, '')}"

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from orchestrator.frameworks.arguments import Argument, Words, either_dash, is_specified, read_text, remove, write
-from orchestrator.frameworks.decoder_config import LAYER_CLASS, MODEL_SETTINGS, model_files, model_settings, num_layers
+from orchestrator.frameworks.decoder_config import MODEL_SETTINGS, layer_class, model_files, model_settings, num_layers
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
@@ -135,7 +135,8 @@ def _write_fsdp(builder: SettingsBuilder, layout: Layout) -> None:
         builder.settings[size] = getattr(layout, name)
     if layout.cp > 1:
         builder.settings[_CP_STRATEGY] = "allgather"
-    is_llama = isinstance(builder.workload.model, LlamaModel)
+    model = builder.workload.model
+    is_llama = isinstance(model, LlamaModel)
     shared: dict[str, Any] = {
         "reshard_after_forward": layout.zero_stage == 3,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if is_llama else "SIZE_BASED_WRAP",
@@ -147,9 +148,9 @@ def _write_fsdp(builder: SettingsBuilder, layout: Layout) -> None:
     builder.settings |= {f"{_MIRROR}{name}": value for name, value in {"version": 2, **shared}.items()}
     builder.settings[f"{ARGUMENTS}:fsdp"] = True
     builder.settings[_SYNC_EACH] = layout.gradient_reduction == "each"
-    if is_llama:
-        builder.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = LAYER_CLASS
-        builder.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [LAYER_CLASS]
+    if isinstance(model, LlamaModel):
+        builder.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = layer_class(model)
+        builder.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [layer_class(model)]
 
 
 def _note_engine(builder: SettingsBuilder, layout: Layout, engine: str) -> None:
@@ -382,9 +383,7 @@ _RUN: tuple[Setting, ...] = (
     option("loader.pin_memory", f"{ARGUMENTS}:dataloader_pin_memory"),
     option("loader.persistent_workers", f"{ARGUMENTS}:dataloader_persistent_workers"),
     lacking("loader.full_batch", "every rank reads only its own rows"),
-    left_to_script(
-        "loader.tuning", "the loader is not tuned automatically: set the values found, which the report shows"
-    ),
+    left_to_script("loader.tuning", "the loader is not tuned automatically: set the values from the report"),
     custom(
         ("kernels.compile", "kernels.backend", "kernels.compile_mode"),
         (_BACKEND, _MODE, _REGIONAL, _COMPILE, f"{_COMPILE}_backend", f"{_COMPILE}_mode"),

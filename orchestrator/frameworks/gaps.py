@@ -73,7 +73,7 @@ def refuse_stages(builder: SettingsBuilder, message: str) -> None:
     """Reject the layout's stages, and with them numbers of layers per stage, whose meaning would differ."""
     builder.refuse("layout.stage_layers", message)
     if builder.candidate.recompute != Recompute():
-        builder.refuse("recompute", "the numbers of layers belong to other stages")
+        builder.refuse("recompute", "the numbers of recomputed layers refer to other stages")
 
 
 def num_microbatches(builder: SettingsBuilder) -> int:
@@ -270,7 +270,9 @@ NO_EXPERTS = lacking(
     severity="error",
 )
 """Setting of formats that describe dense decoders."""
-NO_EXPERT_PARALLEL = lacking("layout.ep", "experts are not exported to this format; use torchrun", severity="error")
+NO_EXPERT_PARALLEL = lacking(
+    "layout.ep", "experts are not split over ranks in this format; use torchrun or megatron", severity="error"
+)
 """The same for the degree that splits them."""
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, if the framework has only one way, which is our default."""

@@ -487,9 +487,7 @@ ROWS: tuple[Setting, ...] = (
         _read_loader,
     ),
     lacking("loader.full_batch", "every rank reads only its own rows"),
-    left_to_script(
-        "loader.tuning", "the loader is not tuned automatically: set the values found, which the report shows"
-    ),
+    left_to_script("loader.tuning", "the loader is not tuned automatically: set the values from the report"),
     option(f"{OPTIMIZER}.lr", "optimizer.lr"),
     betas("optimizer.betas", tuple),
     option(f"{OPTIMIZER}.eps", "optimizer.eps"),

@@ -288,7 +288,7 @@ def heading(sweep: Snapshot) -> dict[str, Any]:
 def status_line(sweep: Snapshot) -> str:
     """One sentence for screen readers, which changes only if something has happened."""
     state = sweep.state
-    parts = [f"{sweep.phase}, {plain(sweep.reason)}" if sweep.reason else sweep.phase]
+    parts = [units.with_reason(sweep.phase, plain(sweep.reason))]
     if state.created is not None:
         limit = state.created.budget.max_trials
         number = f"{sweep.num_done} of {units.count(limit, 'trial')}" if limit else units.count(sweep.num_done, "trial")

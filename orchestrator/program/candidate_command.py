@@ -362,7 +362,7 @@ cd {cwd}
 _SHELL_DEFAULTS = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
 """Variables to set when starting the script, by placeholder."""
 _HOW_ENV = (
-    "NNODES: number of hosts, each runs this script; NODE_RANK: index of this host; MASTER_ADDR, MASTER_PORT: "
+    "NNODES: number of hosts, each of which runs this script; NODE_RANK: index of this host; MASTER_ADDR, MASTER_PORT: "
     "address of rank 0."
 )
 _HOW_OWN = "The command starts its own ranks: run it on every host, like your original command."

@@ -432,7 +432,7 @@ MAX_SKIPPED_SHARE = 0.5
 """Share of skipped updates above which a finalist's run is inconclusive."""
 MORE_EVIDENCE = (
     "A larger global_batch_size, a lower learning rate or a baseline in O0 makes the gate more sensitive; a "
-    "custom evaluation (gate.command) decides without it"
+    "custom evaluation (gate.command) can decide instead"
 )
 UNFINISHED = "Use longer deadlines or a smaller gate.num_steps, so that it trains all its steps"
 

@@ -97,9 +97,9 @@ PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
     "logs": "show the logs of the failed ranks",
     "story": "show what happened, and what to do",
     "retry": "launch failed trials again, once the cause is fixed",
-    "delete": "remove it: nothing was measured",
+    "delete": "delete the sweep, which has no measurements",
     "ui": "open all trials in the browser",
-    "page": "write one page to keep or send",
+    "page": "write a single page to keep or share",
     "explain": "show the bottleneck and its remedy",
     "confirm": "measure it again, interleaved with the baseline",
     "promote": "make it the production configuration",
@@ -427,7 +427,8 @@ def _cast(cast: OperatorCast) -> str:
 
 
 def _loss_scale(state: LossScaleState) -> str:
-    return f"loss scale {state.scale:g} at the end, {state.num_skipped} steps skipped, {state.num_finite} finite since"
+    since = f"{state.num_finite} finite steps since the last change"
+    return f"loss scale {state.scale:g} at the end, {state.num_skipped} steps skipped, {since}"
 
 
 def _graph(graph: GraphReport) -> str:
@@ -442,8 +443,8 @@ def _loader(report: LoaderTuningReport) -> Iterator[str]:
     )
     chosen = report.chosen
     yield (
-        f"data loading: {chosen.num_workers} workers with {chosen.prefetch_factor} batches ahead, found in "
-        f"{units.duration(report.tuning_time_s)} (workers x ahead, per batch: {points})"
+        f"data loading: chose {chosen.num_workers} workers that prefetch {chosen.prefetch_factor} batches each, in "
+        f"{units.duration(report.tuning_time_s)} (workers x prefetched, time per batch: {points})"
     )
     yield report.verdict
 
@@ -465,7 +466,7 @@ def _lengths(report: LengthReport) -> str:
 
 def _memory_format(report: MemoryFormatReport) -> str:
     times = f"nchw {units.milliseconds(report.nchw_s)}, nhwc {units.milliseconds(report.nhwc_s)}"
-    return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
+    return f"memory format {report.chosen} ({times} per micro-batch; expected: {report.rule})"
 
 
 def _experts(loads: Sequence[ExpertLoad]) -> str:
@@ -474,7 +475,9 @@ def _experts(loads: Sequence[ExpertLoad]) -> str:
     mean = statistics.fmean(load.busiest for load in loads)
     where = f"{worst.busiest:.2f}x in layer {worst.layer} ({worst.busiest_on_rank:.2f}x on rank {worst.rank})"
     idle = units.count(sum(load.num_idle for load in loads), "idle expert")
-    return f"load of experts, busiest over mean: {mean:.2f}x on average over layers, {where}; {idle}"
+    busiest = max(load.busiest_rank for load in loads)
+    waits = f"; the busiest expert-parallel rank has {busiest:.2f}x the mean" if busiest > 1 else ""
+    return f"load of experts, busiest over mean: {mean:.2f}x on average over layers, {where}; {idle}{waits}"
 
 
 def _is_in_trouble(device: DeviceHealth) -> bool:
@@ -534,6 +537,7 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
         values |= {
             "busiest_expert": max(load.busiest for load in findings.experts),
             "busiest_expert_of_rank": max(load.busiest_on_rank for load in findings.experts),
+            "busiest_expert_rank": max(load.busiest_rank for load in findings.experts),
             "num_idle_experts": sum(load.num_idle for load in findings.experts),
         }
     if findings.graph is not None:

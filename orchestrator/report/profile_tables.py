@@ -346,7 +346,7 @@ def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterato
     first = tables.ranks[0]
     yield _table(
         title=f"Step time breakdown (mean of steps {first.first_step} to {first.last_step})",
-        heads=("rank", "step", "computation", "communication", "uncovered", "free"),
+        heads=("rank", "step", "computation", "communication", "exposed", "idle"),
         rows=[_times_row(profile, tables) for profile in tables.ranks],
         num_words=1,
     )

@@ -442,9 +442,9 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
     for name, url in attached.plots.items():
         lines += ["", f"![{name}]({url})"]
     summary = report.summary
-    reason = f": {summary.reason}" if summary.reason else ""
+    state = units.with_reason(summary.state, summary.reason)
     lines += ["", f"Live page: run `tune-cluster ui {summary.sweep}` on the host of the sweep"]
-    return "\n".join([*lines, "", f"{report.hardware} · {summary.state}{reason} · {report.cost}"])
+    return "\n".join([*lines, "", f"{report.hardware} · {state} · {report.cost}"])
 
 
 def _results(report: ShortReport) -> Iterator[str]:

@@ -120,7 +120,7 @@ class NoteDocument(TypedDict):
     text: str
     tags: dict[str, str]
     by: Annotated[str, Field(description="Who changed it last: user and host.")]
-    at_s: Annotated[float, Field(description="When that was, in seconds since the epoch.")]
+    at_s: Annotated[float, Field(description="Time of the change, in seconds since the epoch.")]
 
 
 class ResultDocument(TypedDict):

@@ -379,7 +379,7 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     if summary.best is None:
         return f"{virtual.capitalize()}: no trial has finished."
     if compared is None:
-        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline has no figure."
+        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline was not measured."
     if verdict is not None or compared.verdict != "faster":
         return f"{virtual.capitalize()}: nothing is faster than your current configuration."
     best = summary.best.trial
@@ -503,7 +503,7 @@ def confidence(state: SweepState, summary: Summary) -> str:
         of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
         return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return "95% CI from the steps of one run each, measured by the search"
+        return "95% CI from the steps of one run of each, measured by the search"
     return ""
 
 

@@ -81,7 +81,7 @@ class ShortForms:
     ) -> None:
         self.expand = expand
         self.words = ", ".join((*others, *expand))
-        self.remedy = remedy or f"Write one of {self.words}, or a mapping."
+        self.remedy = remedy or f"Use {self.words} or a mapping."
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._widen, handler(source))
@@ -95,8 +95,7 @@ class ShortForms:
             return self.expand[value]
         if isinstance(value, Mapping | BaseModel):
             return value
-        choices = f"one of {self.words}" if "," in self.words else self.words
-        raise fault(None, f"expected {choices} or a mapping, got {show(value)}", self.remedy)
+        raise fault(None, f"expected {self.words} or a mapping, got {show(value)}", self.remedy)
 
 
 class Word:
@@ -459,7 +458,7 @@ class StageLayersSection(Section):
     @model_validator(mode="after")
     def _one(self) -> StageLayersSection:
         if (self.offset is None) == (self.counts is None):
-            raise fault(None, "expected exactly one of offset and counts", "Set one of them, or write even.")
+            raise fault(None, "expected exactly one of offset and counts", "Set one of them, or use even.")
         return self
 
     def to_split(self) -> StageSplit:
@@ -590,7 +589,7 @@ class DataloaderSection(Section):
         default=LoaderTuning().max_workers,
         ge=1,
         le=1024,
-        description="Maximum number of data-loading processes to try.",
+        description="Maximum number of data loader workers to try.",
     )
 
     def to_tuning(self) -> LoaderTuning:

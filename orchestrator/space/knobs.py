@@ -709,7 +709,7 @@ KNOBS: tuple[Knob, ...] = (
         "knobs are then 0; or a mapping of tuning_steps and max_workers.",
         Sign(
             "w-{HOW}",
-            "loading processes found before training: {HOW}",
+            "number of data loader workers found before training: {HOW}",
             lambda c: None if c.loader.tuning is None else plain(c.loader.tuning),
             after="prefetch_factor",
         ),
@@ -719,14 +719,14 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "loader.num_workers",
         Annotated[int, Field(ge=0, le=1024)],
-        "Data-loading processes per rank; 0: load in the training process.",
-        Sign("w{N}", "loading processes per device: {N}", lambda c: c.loader.num_workers or None),
+        "Data loader workers per rank; 0: load in the training process.",
+        Sign("w{N}", "data loader workers per device: {N}", lambda c: c.loader.num_workers or None),
         canonical=lambda f, _: f["num_workers"] if f["tuning"] is None else 0,
     ),
     _knob(
         "loader.prefetch_factor",
         Annotated[int, Field(ge=0, le=1024)],
-        "Batches prefetched per data-loading process (0: the default of 2). Always 0 without such processes.",
+        "Batches prefetched by each data loader worker (0: the default of 2). Always 0 without workers.",
         _suffix(
             "p{N}",
             "batches prefetched by each: {N}",
@@ -744,8 +744,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "loader.persistent_workers",
         bool,
-        "Keep data-loading processes from one epoch to the next. Always false without such processes.",
-        Sign("keep", "loading processes kept between epochs", lambda c: c.loader.persistent_workers),
+        "Keep data loader workers from one epoch to the next. Always false without workers.",
+        Sign("keep", "data loader workers kept between epochs", lambda c: c.loader.persistent_workers),
         canonical=lambda f, _: f["persistent_workers"] and (f["num_workers"] > 0 or f["tuning"] is not None),
     ),
     _knob(

@@ -152,7 +152,7 @@ def _fits_lease(case: Case) -> str | None:
     if layout.world_size <= room:
         return None
     whole = f" in complete tp groups of {layout.tp}" if room != case.topology.num_devices else ""
-    return f"world_size {layout.world_size} does not fit the lease of {case.topology.num_devices} devices{whole}"
+    return f"world_size {layout.world_size} does not fit into the lease of {case.topology.num_devices} devices{whole}"
 
 
 _NO_FLOAT16 = re.compile(r"\b(K80|M40|M60|P4|P40|P100|GTX (9|10)\d\d)\b")

@@ -206,12 +206,13 @@ def _pending_reasons(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
     """Why the trial was not launched yet, decisive reason first; empty if it is not waiting."""
     if trial.number not in sweep.state.waiting:
         return ()
-    phase, reason = sweep.phase, f": {sweep.reason}" if sweep.reason else ""
+    phase = sweep.phase
     if phase == "waiting":
-        return (f"the sweep has no nodes yet{reason}", *_queue(sweep))
+        return (units.with_reason("the sweep has no nodes yet", sweep.reason, ": "), *_queue(sweep))
     if phase != "running":
         remedy = "; `resume` continues it" if phase in ("paused", "interrupted") else ""
-        return (f"the sweep {'is' if phase not in AT_REST or phase == 'paused' else 'was'} {phase}{reason}{remedy}",)
+        verb = "is" if phase not in AT_REST or phase == "paused" else "was"
+        return (f"the sweep {verb} {units.with_reason(phase, sweep.reason, ': ')}{remedy}",)
     state = sweep.at_present
     if failing := failure(state):
         return (f"the sweep is about to fail: {failing.reason}",)
@@ -237,7 +238,7 @@ def _lease(sweep: Snapshot) -> list[str]:
     """Nodes that the sweep did not get, or no longer uses."""
     lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
     missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
-    out = f"{' '.join(quarantined)} is no longer used: in quarantine" if quarantined else ""
+    out = f"{' '.join(quarantined)} is quarantined and no longer used" if quarantined else ""
     return [line for line in (missing, out) if line]
 
 
@@ -249,7 +250,7 @@ def _queue(sweep: Snapshot) -> list[str]:
 def _avoided(trial: Trial) -> list[str]:
     """Nodes on which earlier attempts failed."""
     avoided = nodes_to_avoid(trial)
-    return [f"nodes other than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
+    return [f"prefers nodes other than {' '.join(avoided)}, where it failed"] if avoided else []
 
 
 def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanation]:
@@ -337,7 +338,7 @@ def _search_effect(before: SweepState, after: SweepState, number: int, outcome: 
             return ["host memory ran out, not device memory: not used by the search"]
         case TimedOut() | Crashed():
             limit = after.sweep.budget.consecutive_failures
-            return [f"a fault of the candidate: not used by the search; {limit} in a row stop the sweep"]
+            return [f"counted as a fault of the candidate, not used by the search; {limit} in a row stop the sweep"]
 
 
 def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
@@ -350,9 +351,9 @@ def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
     else:
         return []
     if number not in after.waiting:
-        return [f"given up: that was failure {number_of} of {limit}"]
+        return [f"gave up after failure {number_of} of {limit}"]
     is_counted = isinstance(outcome, HostOutOfMemory) or outcome.is_counted
-    return ["will be launched again" + (f": that was failure {number_of} of {limit}" if is_counted else "")]
+    return ["will be launched again" + (f" (failure {number_of} of {limit})" if is_counted else "")]
 
 
 def _strikes(before: SweepState, after: SweepState) -> list[str]:
@@ -361,7 +362,7 @@ def _strikes(before: SweepState, after: SweepState) -> list[str]:
     struck = [node for node, count in after.strikes.items() if count > before.strikes.get(node, 0)]
     lines = [f"strike {after.strikes[node]} of {limit} against {node}" for node in struck]
     out = sorted(after.quarantined - before.quarantined)
-    return [*lines, *(f"{node} is now in quarantine and no longer used" for node in out)]
+    return [*lines, *(f"{node} is quarantined and no longer used" for node in out)]
 
 
 def _proof(state: SweepState, number: int) -> Iterator[str]:

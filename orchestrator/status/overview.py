@@ -371,10 +371,10 @@ def follow(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snaps
 
 
 def phase_change(sweep: Snapshot, before: Snapshot | None) -> str:
-    """A line like ``busy: paused, paused by anna@desk`` if the phase has changed; else empty."""
+    """A line like ``busy: paused by anna@desk`` if the phase has changed; else empty."""
     if before is not None and before.phase == sweep.phase:
         return ""
-    return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
+    return plain(f"{sweep.name}: {units.with_reason(sweep.phase, sweep.reason)}")
 
 
 def show(view: Observer, sweep: Snapshot, before: Snapshot | None) -> None:

@@ -220,7 +220,7 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation, side: Diagnos
     else:
         grid.add_row("change", Text(one.note or "no faster alternative known"))
     if one.at_most is not None:
-        grid.add_row("at most", Text(f"{units.ceil(one.at_most)}x from this alone, if it is fully eliminated"))
+        grid.add_row("at most", Text(f"{units.ceil(one.at_most)}x by eliminating this alone"))
     if one.fixed:
         grid.add_row("fixed", Text(_fixed(one, explained)))
     return indented(grid)
@@ -394,7 +394,7 @@ def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
         for label, words in _evidence(explanation.evidence, explanation.blamed):
             grid.add_row(label, words)
     for i, line in enumerate(explanation.consequences):
-        grid.add_row("so" if i == 0 else "", Text(line))
+        grid.add_row("effect" if i == 0 else "", Text(line))
     if attempt.outcome is None or explanation.evidence:
         grid.add_row("logs", Text(str(explanation.folder), style="dim", overflow="fold"))
     yield indented(grid)

@@ -194,7 +194,7 @@ def render_usual(ranking: UsualRanking, unpredicted: str) -> RenderableType:
         between = f"{one.low:.2f}x to {one.high:.2f}x"
         table.add_row(str(one.number), short_name(one.candidate), f"{one.gain:.2f}x", between, *fits)
     order = "; ordered by speed-up x probability of fitting" if has_limit else ""
-    note = f"speed-up over the baseline: median over programs, and range of two out of three{order}"
+    note = f"speed-up over the baseline: median over programs, and the range that covers two out of three{order}"
     return Group(
         head, Text(""), table, Text(note, style="dim"), render_legend(legend(one.candidate for one in ranking.top))
     )
@@ -479,7 +479,7 @@ def render_probe(probed: Probed) -> RenderableType:
     """One line per node, the network's rates, and the slow nodes with their slowest figure."""
     profile = probed.profile
     count = units.count(len(profile.nodes), "node")
-    head = Text.assemble((count, "bold"), f" with {profile.hardware} each; a node counts with its slowest device")
+    head = Text.assemble((count, "bold"), f" with {profile.hardware} each; each node is rated by its slowest device")
     parts: list[RenderableType] = [head, _devices(probed)]
     if any(node.all_reduce or node.transfer for node in profile.nodes):
         parts.append(_links(profile))

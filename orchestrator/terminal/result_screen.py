@@ -60,11 +60,11 @@ def render_report(report: Report) -> RenderableType:
     if report.change is not None:
         parts.append(section(descriptions.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
-        f"Where the step time goes{_in_the_search(report, 'it')}": _step_times(report.shown),
+        f"Where the step time goes{_in_the_search(report)}": _step_times(report.shown),
         "Findings": _findings(report.shown),
         f"{heading} (speed-up over the baseline, {again}interleaved)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
-        f"Trials{_in_the_search(report, 'them')} ({report.cost})": _trials(report),
+        f"Trials{_in_the_search(report)} ({report.cost})": _trials(report),
         "Not measured": _failures(report),
         "Profile": render_profiles(report.profiles),
         "Recorded": _recorded(report),
@@ -73,17 +73,18 @@ def render_report(report: Report) -> RenderableType:
     return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
 
 
-def _in_the_search(report: Report, what: str) -> str:
+def _in_the_search(report: Report) -> str:
     """Marks figures of the search if figures of a confirmation are shown above them."""
     is_confirmed_real = any(one.is_confirmed for one in report.shown) and not report.summary.virtual
-    return f", as the search measured {what}" if is_confirmed_real else ""
+    return ", as measured by the search" if is_confirmed_real else ""
 
 
 def _title(report: Report) -> RenderableType:
     summary = report.summary
     style = STATE_STYLES.get(summary.state, "yellow")
     title = Text.assemble((summary.sweep, "bold"), f" on {one_line(report.hardware)}: ", (summary.state, style))
-    return title.append(f", {one_line(plain(summary.reason))}" if summary.reason else "")
+    state = units.with_reason(summary.state, one_line(plain(summary.reason)))
+    return title.append(state.removeprefix(summary.state))
 
 
 def _result_panel(report: Report) -> RenderableType:

@@ -320,9 +320,8 @@ def _title(sweep: Snapshot) -> Text:
     title.append(": ", style="not bold")
     title.append(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow"))
     is_shown_below = sweep.phase == "running"  # why the lease is smaller than wanted
-    return title.append(
-        f", {one_line(plain(sweep.reason))}" if sweep.reason and not is_shown_below else "", style="not bold"
-    )
+    state = units.with_reason(sweep.phase, "" if is_shown_below else one_line(plain(sweep.reason)))
+    return title.append(state.removeprefix(sweep.phase), style="not bold")
 
 
 def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
@@ -435,7 +434,8 @@ def _note(sweep: Snapshot) -> Text | None:
     reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
     parts = [part for part in (reason, queue_text(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
-    note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
+    state = units.with_reason(sweep.phase, "; ".join(parts), ": ") if parts else ""
+    note = Text.assemble((sweep.phase, style), state.removeprefix(sweep.phase)) if parts else Text()
     if at_work := _at_work(sweep):
         note = Text.assemble(note, "\n" if parts else "", (at_work, "dim"))
     return note if note.plain else None

@@ -242,7 +242,7 @@ def _asked_again() -> list[LedgerEvent]:
         FinalistsChosen(
             at_s=at_s + 1, finalists=(2,), reason="asked for", first_check=first, cause=FinishCause.BUDGET_TRIALS
         ),
-        SweepFinished(at_s=at_s + 2, status="cancelled", reason="asked to", cause=FinishCause.CANCELLED),
+        SweepFinished(at_s=at_s + 2, status="cancelled", reason="cancelled by anna", cause=FinishCause.CANCELLED),
     ]
 
 

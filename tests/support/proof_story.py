@@ -43,7 +43,7 @@ def _verdict(conclusion):
     report = GateReport(
         trial=1,
         passed=conclusion == "confirmed",
-        reasons=() if conclusion == "confirmed" else ("the loss of step 17 is 3% off",),
+        reasons=() if conclusion == "confirmed" else ("the loss at step 17 is 3% off",),
         precision_class="float32 against float32",
         compared_with="baseline",
         num_steps=NUM_STEPS,
@@ -56,7 +56,7 @@ def _verdict(conclusion):
     )
     reasons = {
         "confirmed": f"t001 is faster than the baseline in {NUM_ROUNDS} rounds",
-        "keep": "t001 does not train the same model: the loss of step 17 is 3% off",
+        "keep": "t001 does not train the same model: the loss at step 17 is 3% off",
         "unconfirmed": "the budget of 1 device-hour is spent",
     }
     return Verdict(
@@ -102,7 +102,9 @@ def proof_events(conclusion="confirmed", *, search=None, is_promoted=False):
         story.append(launched(number, at_s=at_s + 1.0))
         story.append(ended(number, outcome, at_s=at_s + 9.0))
     story.append(
-        SweepFinished(at_s=at_s + 10.0, status="finished", reason="the verdict is there", cause=FinishCause.EXHAUSTED)
+        SweepFinished(
+            at_s=at_s + 10.0, status="finished", reason="every legal candidate was tried", cause=FinishCause.EXHAUSTED
+        )
     )
     if is_promoted:
         record = {"action": "promote", "name": "llama", "from_version": "", "to_version": "1", "trial": "1"}

@@ -447,7 +447,7 @@ def test_the_slowest_rank_decides(tmp_path):
             0.0008,
             "Data loading would limit the speed, but tuning fixed it: waiting for data takes 0.8% of the step (0.80 of "
             "100.00 ms);"
-            " without loading processes it would take 41% (70 ms per batch).",
+            " without workers it would take 41% (70 ms per batch).",
         ),
     ],
 )

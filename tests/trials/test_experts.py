@@ -16,10 +16,13 @@ from tests.trials.gang import differences, run_gang
 from tests.trials.initial import check_all
 from tests.trials.parity_knobs import read_rows, spec_of
 from tests.trials.test_parity import NEUTRAL, name_of, tolerances
+from trials.dryrun.tracker import fake_process_group
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
+from trials.parallel.mesh import build_mesh
 from trials.spec import Experts, with_learned_routing
+from trials.training.loop import parallelize
 
 EXPERTS = Experts(
     num_experts=4,
@@ -121,6 +124,21 @@ def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
     for found in run_gang([whole, split], tmp_path, before=check_all):
         loss, norm = differences(found, expected)
         assert loss < 1e-5 and norm < 1e-5, (loss, norm)
+
+
+def test_split_experts_are_gathered_with_their_layer():
+    """The host waits for the router, so without that the gathering would begin when the rows are there."""
+    spec = with_ep(with_experts(spec_of({**NEUTRAL, "dp": "zero3"})), 2)
+    with fake_process_group(0, 2):
+        mesh = build_mesh(spec.candidate.layout, torch.device("cpu"))
+        (part,) = parallelize(spec, mesh, torch.device("cpu"), stage=0)
+        dense, *layers = part.model.layers.values()
+        for before, layer in zip((dense, *layers), layers, strict=False):
+            unit = layer.feed_forward.experts
+            assert layer._get_fsdp_state()._states_to_forward_prefetch == [unit._get_fsdp_state()]
+            assert layer._get_fsdp_state()._states_to_backward_prefetch == [unit._get_fsdp_state()]
+            assert unit._get_fsdp_state()._states_to_backward_prefetch == [before._get_fsdp_state()]
+            assert unit.w13.device_mesh.size() == 1 and unit.w13.shape[0] == EXPERTS.num_experts // 2
 
 
 @contextlib.contextmanager
@@ -347,6 +365,12 @@ def test_the_load_is_that_of_the_steps_since_the_last_reset():
     (found,) = balance.loads(5)
     assert (found.layer, found.rank, found.num_idle) == (3, 5, 1)
     assert found.busiest == found.busiest_on_rank == pytest.approx(6 / 3)
+    assert found.busiest_rank == 1.0
+    halves = ExpertBalance([router], None, ep=2)
+    router.load.copy_(torch.tensor([4.0, 2.0, 1.0, 1.0]))
+    halves.update()
+    assert halves.loads(0)[0].busiest_rank == pytest.approx(6 / 4)
+    router.bias.sub_(torch.tensor([-1e-3, 0.0, 1e-3, 1e-3]))
     assert router.bias.tolist() == pytest.approx([-3e-3, 2e-3, 0.0, 3e-3])
 
 

@@ -133,7 +133,7 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
     [
         (tiny_spec(Layout(tp=2, dp_replicate=2)), "DDP cannot wrap tensor-parallel DTensors"),
         (tiny_spec(Layout(tp=2, dp_shard=2, zero_stage=1)), "ZeRO-1's buckets cannot hold tensor-parallel DTensors"),
-        (tiny_spec(Layout(dp_shard=2)), "dp_shard 2 shards nothing with zero_stage 0"),
+        (tiny_spec(Layout(dp_shard=2)), "dp_shard 2 has no effect with zero_stage 0"),
         (tiny_spec(Layout(zero_stage=3)), "zero_stage 3 requires dp_shard above 1"),
         (tiny_spec(Layout(sequence_parallel=True)), "sequence_parallel requires tp above 1"),
         (tiny_spec(Layout(tp=4)), "num_kv_heads 2 is not divisible by tp 4"),

@@ -343,12 +343,14 @@ class ExpertBalance:
     """Updates the biases of a rank's routers once per step, from the token counts of all ranks with the same layers,
     and keeps these counts."""
 
-    def __init__(self, routers: list[Router], group: dist.ProcessGroup | None) -> None:
-        """``group`` are the ranks that route other tokens through the same layers; None if this is the only one."""
+    def __init__(self, routers: list[Router], group: dist.ProcessGroup | None, ep: int = 1) -> None:
+        """``group`` are the ranks that route other tokens through the same layers; None if this is the only one. ``ep``
+        is the number of ranks that a layer's experts are split over."""
         self._routers = [router for router in routers if router.shape.routing == "learned"]
         self._with_losses = routers
         self._factor = 1.0
         self._group = group
+        self._ep = ep
         self._total: Tensor | None = None
 
     @torch.no_grad()
@@ -391,6 +393,8 @@ class ExpertBalance:
                 num_idle=int((everywhere == 0).sum()),
                 rank=rank,
                 busiest_on_rank=_busiest(here),
+                # All slots of a capacity are multiplied, used or not.
+                busiest_rank=1.0 if router.shape.capacity else _busiest(everywhere.view(self._ep, -1).sum(-1)),
             )
             for router, everywhere, here in zip(self._routers, load, own, strict=True)
         )

@@ -143,7 +143,7 @@ _ROUND_TRIPS = {
     ("all_reduce", "reduce_scatter"): "scatters the sum of what was already summed over the group",
 }
 _LINEAR = frozenset({"all_reduce", "reduce_scatter"})
-_ADDED = "is only added to the result of another {kind}: add first, then one {kind} is enough"
+_ADDED = "is only added to the result of another {kind}; add first, and a single {kind} is enough"
 _PARTS = {
     "all_gather": "only this rank's part of the gathered tensor is used: no gather is needed",
     "all_reduce": "only this rank's part of the sum is used: a reduce_scatter moves half as much",

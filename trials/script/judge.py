@@ -674,7 +674,7 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
         ("samples per micro-batch", expected.micro_batch_size, facts.get("micro_batch_size")),
         ("micro-batches per step and rank", expected.num_microbatches, _micro_batches(facts)),
         ("the number format of the first linear layer", expected.dtype, facts.get("dtype")),
-        ("data loading processes", expected.num_workers, facts.get("num_workers")),
+        ("data loader workers", expected.num_workers, facts.get("num_workers")),
     )
     for knob, wanted, seen in pairs:
         if wanted is not None and seen is not None and seen != wanted:

@@ -253,7 +253,7 @@ def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -
     if mesh is not None and layout.cp > 1:
         for router in routers:
             router.sequence_group = mesh["cp"].get_group()
-    return ExpertBalance(routers, group)
+    return ExpertBalance(routers, group, layout.ep)
 
 
 def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:

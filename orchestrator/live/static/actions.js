@@ -8,7 +8,7 @@ const WORDS = {
   drain: ["Drain", "Let running trials finish, start no others, then pause."],
   cancel: ["Cancel", "Stop for good. Running trials are killed; measurements are kept. A cancelled sweep cannot be resumed."],
   resume: ["Resume", "Start a controller in the background on this host, or on the sweep's Ray cluster, and continue the sweep."],
-  retry: ["Retry failed", "Launch trials that ended without a measurement again. Starts a controller if none is running."],
+  retry: ["Retry failed", "Relaunch trials that ended without a measurement. Starts a controller if none is running."],
 };
 
 const choices = retriable => h("fieldset", {}, h("legend", {}, "Which trials"), retriable.map(([kind, words, count, chosen]) =>

@@ -22,10 +22,10 @@ const charts = parts => {
   const points = Object.keys(parts).filter(name => name.startsWith("trial/")).map(name => parts[name].point).filter(Boolean)
     .map(one => ({ ...one, href: href(one.x) })).sort((a, b) => a.x - b.x);
   put("history", points.length > 1 && speeds(points,
-    { unit: parts.unit, baseline: points.find(one => one.x === 0)?.y, legend: "A point is a trial, its line the 95% CI." }));
+    { unit: parts.unit, baseline: points.find(one => one.x === 0)?.y, legend: "Each point is a trial, and its line is the 95% CI." }));
   const both = points.filter(one => one.predicted_s).map(one => ({ ...one, x: one.predicted_s, y: one.step_s, title: one.off }));
   put("predictions", both.length > 1 && scatter(both,
-    { tick: ms, legend: "Trials above the line are slower than predicted when they were proposed." }));
+    { tick: ms, legend: "Trials above the line are slower than was predicted when they were proposed." }));
 };
 
 follow(`/api/sweeps/${sweep}/events`, (parts, names) => {

@@ -382,7 +382,7 @@ def test_one_rank_of_a_program_of_the_users_own_that_tells_its_steps_is_enough()
     assert found.findings.script == ScriptReport(sources=sources, notes=("it says nothing", "no memory"))
     nothing = fold([of_script(0, []), of_script(1, [])])
     assert isinstance(nothing, Crashed)
-    assert "no rank reported the time of a step" in nothing.evidence.message
+    assert "no rank reported a step time" in nothing.evidence.message
 
 
 def test_a_report_that_speaks_for_several_ranks_counts_as_many():

@@ -127,7 +127,7 @@ BAD = {
     "no sweep": (("note", "strory", "x"), "Did you mean"),
     "no trial": (("note", "story", "t009", "x"), "It has t000 to t001."),
     "text first": (("note", "story", "x", "t001"), "Use 3, t003, baseline, best or winner."),
-    "too long": (("note", "story", "x" * 1001), "the note has 1,001 characters; 1,000 are possible. Shorten it."),
+    "too long": (("note", "story", "x" * 1001), "the note has 1,001 characters; the limit is 1,000. Shorten it."),
     "no value": (("note", "story", "--tag", "team"), "expected KEY=VALUE, got 'team'"),
     "empty value": (("note", "story", "--tag", "team="), "--remove-tag team removes the tag"),
     "long value": (("note", "story", "--tag", f"team={'x' * 251}"), "Use 1 to 250"),
@@ -135,7 +135,7 @@ BAD = {
     "reserved": (("note", "story", "--tag", "tc.role=x"), "the tag 'tc.role' is reserved"),
     "of MLflow": (("note", "story", "--remove-tag", "mlflow.user"), "the tag 'mlflow.user' is reserved"),
     "both": (("note", "story", "--tag", "a=b", "--remove-tag", "a"), "both set and removed"),
-    "too many": (("note", "story", *(word for i in range(21) for word in ("--tag", f"t{i}=x"))), "20 are possible"),
+    "too many": (("note", "story", *(word for i in range(21) for word in ("--tag", f"t{i}=x"))), "the limit is 20"),
 }
 
 

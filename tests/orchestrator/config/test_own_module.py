@@ -54,7 +54,7 @@ def test_what_cannot_be_split_is_rejected_with_its_reason(tmp_path: Path) -> Non
     [
         (
             {"model": "python_model"},
-            "workload.model: 'python_model' is not of the form module:function. Write module:function",
+            "workload.model: expected module:function, got 'python_model'. Use a form like my_model:build",
         ),
         ({"loss": "trials:loss"}, "workload.loss: your module must not be called 'trials'"),
         ({"tensor_parallel": {"blocks.*.up": "columns"}}, "workload.tensor_parallel.blocks.*.up: expected 'colwise'"),

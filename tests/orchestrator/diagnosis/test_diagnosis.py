@@ -53,6 +53,7 @@ from trials.reports import (
     PatternEffect,
     ScriptReport,
 )
+from trials.sizes import expert_flops_share
 from trials.spec import (
     Candidate,
     CustomChoice,
@@ -276,12 +277,12 @@ def test_custom_knobs_answer_by_what_their_name_means():
     outcomes = [measured(s, breakdown=clock, findings=script) for s in (1.0, 0.8, 0.7)]
     explained = explain_sweep(sweep(workers, outcomes), Basis(candidates=tuple(workers)))
     found = explained.baseline.bottleneck
-    assert (found.kind, found.evidence) == ("io", ("no loading processes",))
+    assert (found.kind, found.evidence) == ("io", ("no data loader workers",))
     assert (found.remedy.changed, found.remedy.trial) == ({knob: (0, 4)}, 2)
     assert "num_workers" not in found.fixed and "pin_memory" in found.fixed
     assert explained.chosen.changed == {knob: (0, 4)}
     assert explained.chosen.bottleneck.note.endswith(
-        "no candidate has more than 4 loading processes: add 8 to num_workers"
+        "no candidate has more than 4 data loader workers: add 8 to num_workers"
     )
     unknown = explain_sweep(sweep([Candidate()], outcomes[:1]), Basis()).bottleneck
     assert unknown.evidence == (), "what the program does by itself is not known"
@@ -438,3 +439,27 @@ def test_padding_costs_its_share_of_the_passes_and_searches_for_many_shapes_are_
     (graphs,) = lines(Kernels(compile="block"))
     assert "`dynamic: true` compiles one for all" in graphs
     assert lines(Kernels(compile="block", dynamic=True)) == ()
+
+
+def test_waiting_for_the_rank_with_the_busiest_experts_is_an_imbalance():
+    experts = Experts(num_experts=64, top_k=2, ffn_hidden_size=11008)
+    workload = replace(WORKLOAD, model=replace(MODEL, experts=experts))
+    candidate = llama(Layout(dp_shard=8, zero_stage=3, ep=8))
+
+    def bottlenecks(*loads):
+        found = Findings(
+            experts=tuple(
+                ExpertLoad(layer=i, busiest=2.0, num_idle=0, rank=0, busiest_on_rank=2.0, busiest_rank=load)
+                for i, load in enumerate(loads)
+            )
+        )
+        spec = TrialSpec(workload=workload, candidate=candidate)
+        breakdown = StepBreakdown(forward_s=0.3, backward_s=0.6, other_s=0.1)
+        state = sweep([candidate], [measurement(spec, 1.0, 10e9, breakdown, findings=found)], workload=workload)
+        return explain_sweep(state, Basis()).baseline.bottlenecks
+
+    (uneven,) = (one for one in bottlenecks(1.5, 2.5) if one.kind == "imbalance")
+    share = expert_flops_share(workload.model, workload.seq_length)
+    assert 0.5 < share < 1.0 and uneven.seconds == pytest.approx(0.9 * share * 0.5)
+    assert "2.00x the mean on average over layers, 2.50x in layer 1" in uneven.evidence[0]
+    assert not [one for one in bottlenecks(1.0, 1.0) if one.kind == "imbalance"]

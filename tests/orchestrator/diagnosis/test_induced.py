@@ -74,8 +74,8 @@ def diagnosed(*outcomes, candidates=ONE, roles=None):
 
 
 RUN = {
-    "slow samples": (["--sample-s", "0.005"], 1, "io", "no loading processes"),
-    "slow storage with jitter": (["--sample-s", "0.001", "--jitter-s", "0.02"], 1, "io", "no loading processes"),
+    "slow samples": (["--sample-s", "0.005"], 1, "io", "no data loader workers"),
+    "slow storage with jitter": (["--sample-s", "0.001", "--jitter-s", "0.02"], 1, "io", "no data loader workers"),
     "tiny operators": (["--model", "tiny"], 1, "dispatch", "operators per step"),
     "too much recompute": (["--model", "again", "--batch", "2048"], 1, "memory", "recompute takes"),
     "recompile storm": (["--model", "changing"], 1, "compilation", "recompiled"),

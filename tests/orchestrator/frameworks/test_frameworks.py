@@ -32,6 +32,7 @@ from tests.support import ROOT
 from trials.files import from_json
 from trials.outcome import RankReport
 from trials.script.logs import make_parser
+from trials.sizes import num_parameters
 from trials.spec import (
     Candidate,
     Experts,
@@ -113,7 +114,7 @@ EXPERTS = {
     "unscaled": replace(MIXTURE, scores="softmax", normalizes=False, balance_rate=0.0, top_k=1),
     "plain": Experts(num_experts=8, top_k=2, ffn_hidden_size=96, balance_rate=0.0),
 }
-SPELLED = {"megatron": set(EXPERTS), "torchrun": set(EXPERTS)}
+SPELLED = {"megatron": set(EXPERTS), "torchrun": set(EXPERTS), "accelerate": {"plain"}, "deepspeed": {"plain"}}
 """The mixtures of experts that formats express without loss; any other is refused."""
 NOTED = {
     "capacity": (replace(MIXTURE, capacity=1.25), "slots are counted per micro-batch"),
@@ -139,6 +140,21 @@ def test_experts_are_written_and_read_or_refused(name):
             assert {path: value for path, value in found.items() if ".experts." in path} == expected
         else:
             assert any("experts" in note.knob and note.severity == "error" for note in made.notes), kind
+
+
+@pytest.mark.parametrize("name", ["accelerate", "deepspeed"])
+def test_transformers_builds_the_exported_mixture(name):
+    transformers = pytest.importorskip("transformers")
+    workload = with_experts(replace(EXPERTS["plain"], aux_loss=1e-3))
+    layout = Layout(dp_shard=2, zero_stage=3)
+    made = audited(recipe(name), Candidate(layout=layout), workload)
+    assert [note.knob for note in made.notes if "experts" in note.knob] == ["workload.model.llama.experts.aux_loss"]
+    config = transformers.MixtralConfig.from_dict(json.loads(made.files["model.json"]))
+    built = transformers.MixtralForCausalLM(config)
+    assert sum(weight.numel() for weight in built.parameters()) == num_parameters(workload.model)
+    assert (config.output_router_logits, config.router_aux_loss_coef) == (True, 1e-3)
+    if name == "accelerate":
+        assert type(built.model.layers[0]).__name__ in made.files["accelerate.yaml"]
 
 
 @pytest.mark.parametrize("field", NOTED)

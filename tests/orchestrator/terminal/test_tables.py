@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -171,6 +172,16 @@ def test_what_no_sweep_shows_fits_too(seen, width):
     ):
         del seen[:]
         check(seen, text(content, width), width)
+
+
+def test_a_dry_run_of_split_experts_shows_the_worst_split_of_tokens_too():
+    even, crowded = DryRunEstimate(stages=(stage(0),)), DryRunEstimate(stages=(replace(stage(0), peak_bytes=10 << 30),))
+    both = replace(verdict(even), crowded=crowded, limit_bytes=8 << 30)
+    assert both.to_json()["crowded_bytes"] == both.crowded_bytes == 11 << 30 and both.fits
+    shown = text(render_dry_runs([both]), 120)
+    assert "a rank that gets them all needs 11.0 GiB does not fit" in shown
+    assert "crowded_bytes" not in verdict(even).to_json()
+    assert "gets them all" not in text(render_dry_runs([verdict(even)]), 120)
 
 
 def test_what_is_left_out_is_said_and_text_is_cut_last():

@@ -166,7 +166,7 @@ BAD = {
     ),
     "twice": (
         {"params": {"engine": "--tile", "tile_size": "--tile"}},
-        "two params stand for the knob '--tile'",
+        "two params map to the knob '--tile'",
         "Keep",
     ),
     "tokens": (
