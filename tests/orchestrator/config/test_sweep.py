@@ -302,8 +302,8 @@ def test_lengths_come_from_a_list_percentiles_a_file_or_the_documents_of_a_token
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(1, 5001))))
     found = lengths_of(tmp_path, "lengths.txt")
     assert len(found) == 1000 and (found[0], found[-1]) == (3, 4998)
-    (tmp_path / "tokens.bin").write_bytes(bytes([5, 6, 2, 7, 2, *[8] * 40, 2, 9]))
-    file = {"kind": "token_file", "path": "tokens.bin", "dtype": "uint8"}
+    (tmp_path / "documents.bin").write_bytes(bytes([5, 6, 2, 7, 2, *[8] * 40, 2, 9]))
+    file = {"kind": "token_file", "path": "documents.bin", "dtype": "uint8"}
     assert lengths_of(tmp_path, {"end_token": 2}, **file) == (2, 3, 41)
 
 
