@@ -95,15 +95,17 @@ _LSE_GRANULE = 32
 """Multiple to which the efficient kernel pads the log-sum-exp, with infinity."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, expands: bool = False) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, expands: bool = False) -> Tensor:
     """Compute attention over whole sequences by the kernel that torch chooses, within its current restrictions.
 
-    ``expands`` first repeats keys and values for every query head, see :class:`~trials.attention.AttentionPlan`.
+    ``mask`` replaces the causal one, in rows of several documents. ``expands`` first repeats keys and values for every
+    query head, see :class:`~trials.attention.AttentionPlan`.
     """
     num_shared = q.shape[1] // k.shape[1]
     if expands and num_shared > 1:
         k, v = k.repeat_interleave(num_shared, dim=1), v.repeat_interleave(num_shared, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+    is_shared = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=is_shared)
 
 
 def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Seeds]:

@@ -19,7 +19,7 @@ import sysconfig
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from trials.failure import DataError, InfeasibleSpec
 from trials.files import open_regular
-from trials.reports import LoaderPoint, LoaderTuningReport
+from trials.lengths import IGNORED, Arrangement, MicroBatch, Size, arrange, draw_lengths, length_report
+from trials.reports import LengthReport, LoaderPoint, LoaderTuningReport
 from trials.spec import (
+    Candidate,
     HuggingFaceModel,
     ImageFolderData,
     LinearModel,
@@ -55,8 +57,15 @@ from trials.user_code import call_function
 # Interface of a data set: batches by step, split over data-parallel ranks.
 
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets of one data-parallel rank, rows (samples) first."""
+Rows = Tensor | tuple[Tensor, ...]
+"""Rows (samples) of one data-parallel rank; one tensor per micro-batch if these differ in shape."""
+Batch = tuple[Rows, Rows]
+"""Inputs and targets of one data-parallel rank."""
+
+
+def micro_batches(rows: Rows, size: int) -> tuple[Tensor, ...]:
+    """Return a rank's micro-batches of ``size`` rows, if they are not already apart."""
+    return torch.split(rows, size) if isinstance(rows, Tensor) else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +107,97 @@ class StepBatches(Dataset[Batch], ABC):
         return inputs[share.rows].clone(), targets[share.rows].clone()
 
     @abstractmethod
-    def read(self, step: int, rows: slice) -> Batch:
+    def read(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         """Return these rows of the global batch of ``step``."""
 
     def generator(self, step: int) -> torch.Generator:
         """Return the random generator of one step, the same on every rank."""
         return torch.Generator().manual_seed(self.share.seed * 1_000_003 + step)
+
+
+class VaryingBatches(StepBatches):
+    """Batches of samples of varying size, arranged in micro-batches that are padded or packed to one size each."""
+
+    def __init__(self, share: Share, epoch_length: int, candidate: Candidate, largest: Size) -> None:
+        """``largest`` bounds the size of the samples."""
+        super().__init__(share, epoch_length)
+        self.candidate = candidate
+        self.largest = largest
+        self._last: tuple[int, list[Size]] | None = None
+
+    def sizes(self, step: int) -> list[Size]:
+        """Return the size of every sample of the global batch of ``step``, cached until the next step."""
+        if self._last is None or self._last[0] != step:
+            self._last = step, self.drawn_sizes(step)
+        return self._last[1]
+
+    @abstractmethod
+    def drawn_sizes(self, step: int) -> list[Size]:
+        """Draw :meth:`sizes`."""
+
+    @abstractmethod
+    def samples(self, step: int, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return input and target of these samples of the global batch of ``step``."""
+
+    def arrangement(self, step: int) -> Arrangement:
+        """Return the micro-batches of all ranks."""
+        return arrange(self.sizes(step), self.candidate, self.largest)
+
+    def report(self, steps: Iterable[int]) -> LengthReport:
+        """Return the padding and imbalance of these steps."""
+        return length_report(((self.sizes(step), self.arrangement(step)) for step in steps), self.candidate)
+
+    def __getitem__(self, step: int) -> Batch:
+        arrangement, rank = self.arrangement(step), self.share.dp_rank
+        if self.share.full_batch:
+            read = [[self._micro_batch(step, one) for one in own] for own in arrangement][rank]
+        else:
+            read = [self._micro_batch(step, one) for one in arrangement[rank]]
+        inputs, targets = zip(*read, strict=True)
+        if all(len({one.shape for one in rows}) == 1 for rows in (inputs, targets)):
+            return torch.cat(inputs), torch.cat(targets)
+        return inputs, targets
+
+    def _micro_batch(self, step: int, one: MicroBatch) -> tuple[Tensor, Tensor]:
+        samples = self.samples(step, [number for row in one.rows for number in row])
+        if self.candidate.loader.batching == "packing":
+            following = iter(samples)
+            return packed_rows([[next(following) for _ in row] for row in one.rows], one.size[0])
+        inputs, targets = zip(*samples, strict=True)
+        return padded_rows(inputs, one.size, 0), padded_rows(targets, self.target_size(one.size, targets), IGNORED)
+
+    def target_size(self, size: Size, targets: Sequence[Tensor]) -> Size:  # noqa: ARG002
+        """Return the size that the ``targets`` of a micro-batch with inputs of this ``size`` are padded to."""
+        return size
+
+    def read(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a batch has as many rows as its arrangement")
+
+
+def padded_rows(rows: Sequence[Tensor], size: Size, value: int) -> Tensor:
+    """Stack ``rows``, each padded at its ends to ``size`` with ``value``."""
+    made = torch.full((len(rows), *size), value, dtype=rows[0].dtype)
+    for i, row in enumerate(rows):
+        made[i][tuple(slice(0, side) for side in row.shape)] = row
+    return made
+
+
+def packed_rows(rows: Sequence[Sequence[tuple[Tensor, Tensor]]], length: int) -> tuple[Tensor, Tensor]:
+    """Put the documents of each row after one another.
+
+    Inputs are ``[rows, 2, length]``: tokens, and their positions in their document. Padding is one more document.
+    """
+    inputs = torch.zeros(len(rows), 2, length, dtype=torch.long)
+    targets = torch.full((len(rows), length), IGNORED)
+    for i, documents in enumerate(rows):
+        place = 0
+        for tokens, wanted in documents:
+            end = place + len(tokens)
+            inputs[i, 0, place:end], targets[i, place:end] = tokens, wanted
+            inputs[i, 1, place:end] = torch.arange(len(tokens))
+            place = end
+        inputs[i, 1, place:] = torch.arange(length - place)
+    return inputs, targets
 
 
 # JPEG images: from a folder per class, or synthetic; decoded on every access.
@@ -212,7 +306,7 @@ class ImageBatches(StepBatches):
         self.image_size = image_size
         self._order: tuple[int, Tensor] | None = None
 
-    def read(self, step: int, rows: slice) -> Batch:
+    def read(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         epoch, position = divmod(step, self.epoch_length)
         size = self.share.global_batch_size
         order = self._order_of(epoch)
@@ -258,12 +352,56 @@ class UserBatches(StepBatches):
         self.dataset = dataset
         self.origin = origin
 
-    def read(self, step: int, rows: slice) -> Batch:
+    def read(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         numbers = torch.randint(len(self.dataset), (self.share.global_batch_size,), generator=self.generator(step))
         return collated([self.dataset[number] for number in numbers[rows].tolist()], self.origin)
 
 
-def collated(samples: list[Any], origin: str) -> Batch:
+class VaryingUserBatches(VaryingBatches):
+    """Batches of samples of a custom data set whose attribute ``sizes`` has the shape of every input."""
+
+    def __init__(self, dataset: Any, share: Share, candidate: Candidate, *, origin: str) -> None:
+        """``origin`` names the data in errors.
+
+        Raises:
+            DataError: ``sizes`` does not have one shape per sample.
+        """
+        try:
+            self._sizes = [tuple(map(int, size)) for size in dataset.sizes]
+            largest = tuple(max(sides) for sides in zip(*self._sizes, strict=True))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{origin}: sizes must be shapes of equally many dimensions: {error}") from error
+        if len(self._sizes) != len(dataset):
+            raise DataError(f"{origin}: {len(self._sizes)} sizes for {len(dataset)} samples; list one per sample")
+        super().__init__(share, len(dataset) // share.global_batch_size, candidate, largest)
+        self.dataset = dataset
+        self.origin = origin
+
+    def _drawn(self, step: int) -> list[int]:
+        """Return the samples of a step, as in :class:`UserBatches`."""
+        number = self.share.global_batch_size
+        return torch.randint(len(self._sizes), (number,), generator=self.generator(step)).tolist()
+
+    def drawn_sizes(self, step: int) -> list[Size]:
+        return [self._sizes[number] for number in self._drawn(step)]
+
+    def samples(self, step: int, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        drawn = self._drawn(step)
+        found = []
+        for number in numbers:
+            inputs, targets = collated([self.dataset[drawn[number]]], self.origin)
+            if tuple(inputs.shape[1:]) != self._sizes[drawn[number]]:
+                listed, shape = self._sizes[drawn[number]], tuple(inputs.shape[1:])
+                raise DataError(f"{self.origin}: sample {drawn[number]} has shape {shape}, but sizes lists {listed}")
+            found.append((inputs[0], targets[0]))
+        return found
+
+    def target_size(self, size: Size, targets: Sequence[Tensor]) -> Size:  # noqa: ARG002
+        """Targets (boxes, classes, masks) have sizes of their own."""
+        return tuple(max(sides) for sides in zip(*(one.shape for one in targets), strict=True))
+
+
+def collated(samples: list[Any], origin: str) -> tuple[Tensor, Tensor]:
     """Stack samples into a batch.
 
     Raises:
@@ -276,7 +414,8 @@ def collated(samples: list[Any], origin: str) -> Batch:
         inputs, targets = default_collate([tuple(sample) for sample in samples])
     except (RuntimeError, TypeError) as error:
         raise DataError(
-            f"{origin}: samples cannot be combined into a batch: {' '.join(str(error).split())[:300]}"
+            f"{origin}: samples cannot be combined into a batch: {' '.join(str(error).split())[:300]}; if inputs vary "
+            "in size, give the data set an attribute sizes with the shape of each"
         ) from error
     for name, value in (("input", inputs), ("target", targets)):
         if not isinstance(value, torch.Tensor):
@@ -370,16 +509,19 @@ class TokenBatches(StepBatches):
         self.vocab_size = vocab_size
         self.origin = origin
 
-    def read(self, step: int, rows: slice) -> Batch:
+    def starts(self, step: int) -> Tensor:
+        """Return the first position of every sample of a step."""
         num_starts = len(self.ids) - self.seq_length
-        starts = torch.randint(num_starts, (self.share.global_batch_size,), generator=self.generator(step))
-        runs = [self.ids[start : start + self.seq_length + 1] for start in starts[rows].tolist()]
+        return torch.randint(num_starts, (self.share.global_batch_size,), generator=self.generator(step))
+
+    def read(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
+        runs = [self.ids[start : start + self.seq_length + 1] for start in self.starts(step)[rows].tolist()]
         tokens = torch.from_numpy(np.stack(runs).astype(np.int64))
-        self._check_range(tokens)
+        self.check_range(tokens)
         # Views of the whole can neither be pinned nor copied asynchronously.
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def _check_range(self, tokens: torch.Tensor) -> None:
+    def check_range(self, tokens: torch.Tensor) -> None:
         """Reject ids outside of the embedding, which would crash the rank, on CUDA without a usable message."""
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.vocab_size:
@@ -388,6 +530,29 @@ class TokenBatches(StepBatches):
                 f"{self.origin} contains token id {bad}, outside the model's 0..{self.vocab_size - 1}; check the "
                 "dtype of the file, or raise vocab_size"
             )
+
+
+class DocumentBatches(VaryingBatches):
+    """Documents of varying length, and their next tokens: slices of the drawn lengths from random positions."""
+
+    def __init__(self, tokens: TokenBatches, workload: Workload, candidate: Candidate) -> None:
+        """``tokens`` reads sequences of full length."""
+        super().__init__(tokens.share, tokens.epoch_length, candidate, (workload.seq_length,))
+        self.tokens = tokens
+        self.workload = workload
+
+    def drawn_sizes(self, step: int) -> list[Size]:
+        return [(length,) for length in draw_lengths(self.workload, step)]
+
+    def samples(self, step: int, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        starts, sizes = self.tokens.starts(step).tolist(), self.sizes(step)
+        found = []
+        for number in numbers:
+            run = self.tokens.ids[starts[number] : starts[number] + sizes[number][0] + 1]
+            tokens = torch.from_numpy(run.astype(np.int64))
+            self.tokens.check_range(tokens)
+            found.append((tokens[:-1], tokens[1:]))
+        return found
 
 
 class VectorBatches(StepBatches):
@@ -402,36 +567,37 @@ class VectorBatches(StepBatches):
         self.size = size
         self.pool = torch.randn(_POOL_SIZE + size, generator=torch.Generator().manual_seed(share.seed))
 
-    def read(self, step: int, rows: slice) -> Batch:
+    def read(self, step: int, rows: slice) -> tuple[Tensor, Tensor]:
         starts = torch.randint(_POOL_SIZE, (2, self.share.global_batch_size), generator=self.generator(step))
         inputs, targets = (torch.stack([self.pool[i : i + self.size] for i in some[rows].tolist()]) for some in starts)
         return inputs, targets
 
 
-def build_dataset(workload: Workload, share: Share) -> StepBatches:
-    """Open the workload's data.
+def build_dataset(workload: Workload, share: Share, candidate: Candidate | None = None) -> StepBatches:
+    """Open the workload's data; ``candidate`` arranges samples of varying size.
 
     Raises:
         DataError: it cannot be read, is too small, or does not fit the model.
         InfeasibleSpec: the model cannot train on this kind of data.
     """
     match workload.model, workload.data:
-        case LlamaModel() | HuggingFaceModel() as model, TextData() as data:
-            return TokenBatches(load_text(data), share, seq_length=workload.seq_length, vocab_size=model.vocab_size)
-        case LlamaModel() | HuggingFaceModel() as model, TokenFileData() as data:
-            return TokenBatches(
-                open_token_file(data),
-                share,
-                seq_length=workload.seq_length,
-                vocab_size=model.vocab_size,
-                origin=data.path,
+        case LlamaModel() | HuggingFaceModel() as model, (TextData() | TokenFileData()) as data:
+            ids, origin = (
+                (load_text(data), "the text") if isinstance(data, TextData) else (open_token_file(data), data.path)
             )
+            tokens = TokenBatches(
+                ids, share, seq_length=workload.seq_length, vocab_size=model.vocab_size, origin=origin
+            )
+            return DocumentBatches(tokens, workload, candidate or Candidate()) if workload.lengths else tokens
         case ResNetModel() as model, ImageFolderData() as data:
             return ImageBatches(open_images(data, model), share, image_size=model.image_size)
         case LinearModel() as model, RandomData():
             return VectorBatches(share, size=model.size)
         case PythonModel(), PythonData() as data:
-            return UserBatches(open_user_data(data), share, origin=data.dataset)
+            dataset = open_user_data(data)
+            if getattr(dataset, "sizes", None) is not None:
+                return VaryingUserBatches(dataset, share, candidate or Candidate(), origin=data.dataset)
+            return UserBatches(dataset, share, origin=data.dataset)
     raise InfeasibleSpec(f"a {workload.model.kind} model cannot train on data of kind {workload.data.kind}")
 
 

@@ -248,8 +248,8 @@ def apply_compile(model: TrainModel, kernels: Kernels) -> None:
     """Compile in place every layer (equal layers share code) with head and loss, or the whole model.
 
     A built-in layer must be one graph, and so must head and loss, unless its rows travel to experts on other ranks; the
-    whole model may break into several, as it does at FSDP's hooks. Shapes are fixed within a trial, so every shape gets
-    its own graph instead of one dynamic graph.
+    whole model may break into several, as it does at FSDP's hooks. Every shape gets its own graph, unless
+    :attr:`~trials.spec.Kernels.dynamic` makes one graph for all.
 
     A chunked loss is not part of a graph: :func:`~trials.parallel.tensor.chunk_loss` compiles its kernels.
     """
@@ -262,7 +262,7 @@ def apply_compile(model: TrainModel, kernels: Kernels) -> None:
     for target in targets:
         breaks = any(mixture.exchange is not None for mixture in mixtures_in([target]))
         whole = kernels.compile == "block" and (target in heads or not model.is_own) and not breaks
-        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=whole)
+        target.compile(backend=kernels.backend, mode=mode, dynamic=kernels.dynamic, fullgraph=whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +359,10 @@ def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> 
     dtype = torch.float32 if is_wide else compute_dtype(candidate.precision)
     is_target = device.type == FAMILIES[spec.device].torch_device
     known = capability(device) if is_target else None
-    plan = plan_attention(model, candidate.kernels.attention, dtype, spec.device, known)
+    wanted = candidate.kernels.attention
+    if wanted == "auto" and candidate.loader.batching == "packing" and spec.device in ("cuda", "rocm"):
+        wanted = "efficient"  # flash attention has no mask
+    plan = plan_attention(model, wanted, dtype, spec.device, known)
     if candidate.kernels.attention == "auto" and known is not None and _prefers_cudnn(plan, spec, model, device, known):
         return dataclasses.replace(plan, kernel="cudnn")
     return plan

@@ -606,6 +606,55 @@ def _loader(_workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+def _batching(workload: Workload, candidate: Candidate) -> str | None:
+    batching, layout = candidate.loader.batching, candidate.layout
+    if batching == "padding":
+        return None
+    if not _may_vary(workload):
+        return f"batching {batching} requires samples of varying length: set workload.data.lengths"
+    if batching == "buckets":
+        return (
+            None if layout.pp == 1 else "batching buckets: pipeline stages exchange tensors of one length; use padding"
+        )
+    if isinstance(workload.model, PythonModel):
+        return "batching packing requires a decoder, which gets the positions of the documents; use buckets"
+    if layout.pp > 1:
+        return (
+            "batching packing: the number of rows varies, but that of a pipeline's micro-batches does not; use padding"
+        )
+    if layout.num_copies > 1:
+        return "batching packing requires num_copies 1: the halves of a micro-batch would need their own masks"
+    if candidate.kernels.attention in ("flash", "cudnn"):
+        return (
+            f"batching packing masks attention, unlike attention {candidate.kernels.attention}; use auto or efficient"
+        )
+    return None
+
+
+def _may_vary(workload: Workload) -> bool:
+    """Whether samples vary in size; of custom data sets, only the rank knows."""
+    return bool(workload.lengths) or isinstance(workload.model, PythonModel)
+
+
+def _varying_with_cp(workload: Workload, candidate: Candidate) -> str | None:
+    if not workload.lengths or candidate.layout.cp == 1:
+        return None
+    return f"cp {candidate.layout.cp}: samples of varying length are not split by context parallelism; use cp 1"
+
+
+def _dynamic(workload: Workload, candidate: Candidate) -> str | None:
+    kernels = candidate.kernels
+    if not kernels.dynamic:
+        return None
+    if kernels.compile == "off":
+        return "dynamic requires compile block or model"
+    if not _may_vary(workload) or candidate.loader.batching == "packing" or candidate.layout.pp > 1:
+        return "dynamic requires micro-batches of varying length: workload.data.lengths, no packing and no pipeline"
+    if kernels.compile_mode == "reduce-overhead":
+        return "dynamic requires compile_mode default or max-autotune: a CUDA graph has one length"
+    return None
+
+
 def _at_most(counts: Counts, limits: Counts) -> bool:
     pairs = zip(counts, limits, strict=True)
     return all(0 <= n <= limit for row, most in pairs for n, limit in zip(row, most, strict=True))
@@ -637,6 +686,9 @@ CANDIDATE_RULES = make_rules(
     ("amp-lists", "precision", _amp_lists),
     ("keep-fp32", "layout.tp layout.cp layout.ep precision kernels.compile kernels.loss_chunks", _keep_fp32),
     ("loader", "loader", _loader),
+    ("batching", "layout loader.batching kernels.attention", _batching),
+    ("varying-with-cp", "layout.cp", _varying_with_cp),
+    ("dynamic", "layout.pp loader.batching kernels", _dynamic),
 )
 
 
@@ -801,6 +853,8 @@ def _workload_problems(workload: Workload) -> Iterator[str]:
             yield f"vocab_size {model.vocab_size} is less than the 256 values of byte-level tokens"
     elif not isinstance(model, PythonModel) and workload.seq_length != 1:
         yield f"seq_length must be 1 for model kind {model.kind}, not {workload.seq_length}"
+    if workload.lengths and has_experts(model):
+        yield "samples of varying length require a dense model: experts would be balanced over padding, too"
     if not isinstance(data, DATA_OF_MODEL[type(model)]):
         yield f"model kind {model.kind} cannot train on data kind {data.kind}"
 

@@ -644,6 +644,19 @@ class KernelTuningReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthReport:
+    """Batches of samples of varying length in the measured steps, over all data-parallel ranks."""
+
+    batching: str
+    padding: float
+    """Share of the computed positions (of images: pixels) that is padding."""
+    imbalance: float
+    """Positions of the rank with the most over the mean of all ranks, less 1; mean of the steps."""
+    num_shapes: int
+    """Distinct shapes of micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFormatReport:
     """Memory format of convolutions: predicted by the rule, chosen, and seconds per pass in either format."""
 
@@ -681,6 +694,8 @@ class Findings:
     loader: LoaderTuningReport | None = None
     kernel_tuning: KernelTuningReport | None = None
     memory_format: MemoryFormatReport | None = None
+    lengths: LengthReport | None = None
+    """Padding and imbalance; None if all samples are of one size."""
     experts: tuple[ExpertLoad, ...] = ()
     """Load of the experts per layer; empty for dense models and for balanced routing."""
     rates: tuple[RankRates, ...] = ()

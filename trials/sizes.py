@@ -180,14 +180,15 @@ def _num_expert_weights(model: LlamaModel) -> int:
     return layers * (3 * hidden * widths + hidden * experts.num_experts)
 
 
-def model_flops_per_token(model: Model, seq_length: int) -> float:
+def model_flops_per_token(model: Model, seq_length: int, attended_length: float | None = None) -> float:
     """Return forward and backward FLOPs per token (per sample if samples are not sequences), without recomputation.
 
-    A multiply-add is 2 FLOPs forward and 4 backward. The result is 0 if the model's shape is unknown.
+    ``attended_length`` is the length of an average token's sample, if it is not ``seq_length``. A multiply-add is 2
+    FLOPs forward and 4 backward. The result is 0 if the model's shape is unknown.
     """
     match model:
         case LlamaModel():
-            return _decoder_flops_per_token(model, seq_length)
+            return _decoder_flops_per_token(model, attended_length or seq_length)
         case ResNetModel():
             return 6.0 * _num_resnet_multiplications(model)
         case LinearModel():
@@ -198,7 +199,7 @@ def model_flops_per_token(model: Model, seq_length: int) -> float:
             return model_flops_per_token(model.shape, seq_length) if model.shape else 0.0
 
 
-def _decoder_flops_per_token(model: LlamaModel, seq_length: int) -> float:
+def _decoder_flops_per_token(model: LlamaModel, seq_length: float) -> float:
     """Return ``6 N + 12 L H Q T`` FLOPs.
 
     Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward. Attention's

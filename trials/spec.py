@@ -218,6 +218,8 @@ class TextData:
     kind: ClassVar[str] = "text"
     path: str | None = None
     pattern: str = "*.py"
+    lengths: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """Tokens of a document, ascending and equally likely; ``()``: every document has ``seq_length`` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +229,8 @@ class TokenFileData:
     kind: ClassVar[str] = "token_file"
     path: str
     dtype: Literal["uint8", "uint16", "int32", "int64"] = "uint16"
+    lengths: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """Tokens of a document, ascending and equally likely; ``()``: every document has ``seq_length`` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +250,7 @@ class RandomData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonData:
-    """Samples of a custom data set: pairs of input and target."""
+    """Samples of a custom data set: pairs of input and target. They vary in size if it has an attribute ``sizes``."""
 
     kind: ClassVar[str] = "python"
     dataset: str
@@ -286,15 +290,30 @@ class Workload:
     model: Model
     data: Data
     seq_length: int
-    """Tokens per sample; 1 if samples are not sequences (images, vectors)."""
+    """Tokens per sample, at most if they vary in length; 1 if samples are not sequences (images, vectors)."""
     global_batch_size: int
     """Samples (sequences) per optimiser step over all data-parallel ranks."""
     optimizer: AdamW = AdamW()
     seed: int = 0
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a sample, ascending and equally likely; ``()`` if all have ``seq_length``."""
+        found = self.data.lengths if isinstance(self.data, TextData | TokenFileData) else ()
+        return tuple(min(length, self.seq_length) for length in found)
+
+    @property
     def tokens_per_step(self) -> int:
+        """Tokens per optimiser step without padding, on average if samples vary in length."""
+        if lengths := self.lengths:
+            return max(1, round(self.global_batch_size * sum(lengths) / len(lengths)))
         return self.global_batch_size * self.seq_length
+
+    @property
+    def attended_length(self) -> float:
+        """Length of the sequence that an average token is in."""
+        lengths = self.lengths
+        return sum(length**2 for length in lengths) / sum(lengths) if lengths else self.seq_length
 
     @property
     def num_layers(self) -> int:
@@ -481,6 +500,10 @@ class Loader:
     """Keep workers from one epoch to the next."""
     full_batch: bool = False
     """Whether every rank reads the whole global batch and keeps its rows, instead of reading only those."""
+    batching: Literal["padding", "packing", "buckets"] = field(default="padding", metadata=ADDED_LATER)
+    """How samples of varying length become micro-batches. ``padding``: as they come, padded to the longest.
+    ``packing``: several per row of ``seq_length``, attending only to themselves. ``buckets``: sorted by length over the
+    whole step, padded to one of a few lengths."""
     tuning: LoaderTuning | None = None
     """If set, ``num_workers`` and ``prefetch_factor`` are searched first; the values here are then 0."""
 
@@ -496,6 +519,8 @@ class Kernels:
     compile: Literal["off", "block", "model"] = "off"
     backend: str = "inductor"
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    dynamic: bool = field(default=False, metadata=ADDED_LATER)
+    """Whether one graph serves inputs of all lengths, instead of one graph per length."""
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""

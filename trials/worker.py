@@ -32,11 +32,20 @@ if _problem := torch_support.problem(torch_support.installed_version()):
 
 from trials import sizes
 from trials.accelerator.device import MemoryPeaks, device_name, is_host, open_device
-from trials.datasets import Share, StepBatches, build_dataset, stream_batches, tune_loader, with_verdict
+from trials.datasets import (
+    Share,
+    StepBatches,
+    VaryingBatches,
+    build_dataset,
+    stream_batches,
+    tune_loader,
+    with_verdict,
+)
 from trials.failure import NonFiniteLoss
 from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
 from trials.legality import check
+from trials.lengths import num_tokens
 from trials.models import import_code, own_folder
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, connect, process_group
@@ -45,9 +54,10 @@ from trials.profiling.profiler import Profiler, folder_of_environment
 from trials.profiling.traces import check_profile, long_enough
 from trials.reports import FOLDER_VARIABLE, Findings, LoaderTuningReport
 from trials.sizes import coordinates, data_parallel_rank
-from trials.spec import Loader, Protocol, TrialSpec
-from trials.training.loop import Trainer, choose_memory_format, max_over_ranks
+from trials.spec import Loader, Protocol, TrialSpec, Workload
+from trials.training.loop import Trainer, max_over_ranks
 from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
+from trials.training.memory_format import choose_memory_format
 from trials.training.tensors import peak_of_step
 
 
@@ -113,7 +123,7 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
         seed=trial.workload.seed,
         full_batch=candidate.loader.full_batch,
     )
-    return build_dataset(trial.workload, share)
+    return build_dataset(trial.workload, share, candidate)
 
 
 def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: ProgressSink) -> RankReport:
@@ -164,6 +174,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         loader=_with_loader_verdict(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
+        lengths=dataset.report(_measured(recording)) if isinstance(dataset, VaryingBatches) else None,
         devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
@@ -191,6 +202,19 @@ def _seed_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity) -> Non
         torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
 
 
+def _measured(recording: Recording) -> range:
+    """Return the numbers of the measured steps, from 0 over warm-up and measurement."""
+    first = len(recording.warmup_times_s)
+    return range(first, first + len(recording.step_times_s))
+
+
+def _tokens_per_step(workload: Workload, recording: Recording) -> int:
+    """Return the tokens per measured step, without padding."""
+    if not workload.lengths:
+        return workload.tokens_per_step
+    return round(statistics.fmean(num_tokens(workload, step) for step in _measured(recording)))
+
+
 def _report(
     trial: TrialSpec,
     identity: RankIdentity,
@@ -204,7 +228,7 @@ def _report(
     return RankReport(
         rank=identity.rank,
         world_size=identity.world_size,
-        tokens_per_step=workload.tokens_per_step,
+        tokens_per_step=_tokens_per_step(workload, recording),
         step_times_s=tuple(recording.step_times_s),
         breakdown=recording.breakdown(),
         peak_allocated_bytes=memory.allocated,
@@ -212,7 +236,9 @@ def _report(
         num_warmup_steps=len(recording.warmup_times_s),
         losses=tuple(result.loss for result in recording.results),
         grad_norms=tuple(result.grad_norm for result in recording.results),
-        model_flops_per_token=sizes.model_flops_per_token(workload.model, workload.seq_length),
+        model_flops_per_token=sizes.model_flops_per_token(
+            workload.model, workload.seq_length, workload.attended_length
+        ),
         device_name="" if is_host(device) else device_name(device),
         matmul_format=sizes.matmul_format(trial.candidate),
         samples_per_step=workload.global_batch_size,

@@ -34,6 +34,7 @@ from cluster.cost.step_time import TIME_TERMS, step_seconds
 from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.legality import holds_plain
+from trials.lengths import expected_positions
 from trials.sizes import matmul_format
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
@@ -248,9 +249,13 @@ def _kernels(_workload: Workload, candidate: Candidate, cluster: ClusterDescript
 
 
 def _batch(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
+    """Return the micro-batches. Of samples of varying length, their number is that of full-length ones with as many
+    positions: memory is that of the longest."""
+    number = max(1, candidate.num_microbatches(workload.global_batch_size))
     return {
         "micro_batch_size": candidate.micro_batch_size,
-        "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
+        # More than one accumulate gradients, however short they are.
+        "num_microbatches": max(number * expected_positions(workload, candidate), 1.0 + 1e-6 if number > 1 else 0.0),
     }
 
 
@@ -305,7 +310,7 @@ _PARTS = (
     _Part(("layout", "precision.level"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),
     _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),
-    _Part(("layout.dp", "micro_batch_size"), _batch),
+    _Part(("layout.dp", "layout.pp", "micro_batch_size", "loader.batching"), _batch),
     _Part(("kernels.compile", "kernels.attention"), _kernels),
     _Part(("offload",), _offload),
     _Part(("layout.dp", "layout.world_size", "loader.full_batch"), _reading),

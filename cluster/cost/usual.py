@@ -17,6 +17,7 @@ import numpy as np
 from cluster.candidate_table import CandidateTable
 from cluster.cost.inputs import Array
 from cluster.hardware.topology import Accelerator
+from trials.lengths import expected_positions
 from trials.spec import Candidate, CustomChoice, Workload
 
 # Usual sizes of effects: normal distributions with their sources, and joint draws from all of them.
@@ -266,7 +267,7 @@ def _layout_row(workload: Workload, candidate: Candidate) -> dict[str, float]:
     each = layout.zero_stage >= 2 and layout.gradient_reduction == "each"
     return {
         "micro_batch_size": candidate.micro_batch_size,
-        "num_microbatches": number,
+        "num_microbatches": number * expected_positions(workload, candidate),
         "dp": layout.dp,
         "num_shards": layout.dp_shard if layout.zero_stage else 1,
         "zero_stage": layout.zero_stage,
@@ -312,7 +313,7 @@ def _loader_row(_workload: Workload, candidate: Candidate) -> dict[str, float]:
 
 
 _PARTS: tuple[tuple[tuple[str, ...], Callable[[Workload, Candidate], dict[str, float]]], ...] = (
-    (("layout", "micro_batch_size", "recompute"), _layout_row),
+    (("layout", "micro_batch_size", "loader.batching", "recompute"), _layout_row),
     (("precision", "kernels"), _kernel_row),
     (("loader", "offload"), _loader_row),
 )

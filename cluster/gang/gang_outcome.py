@@ -532,6 +532,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         loader=_first(findings.loader for findings in ranks),
         kernel_tuning=_first(findings.kernel_tuning for findings in ranks),
         memory_format=_first(findings.memory_format for findings in ranks),
+        lengths=_first(findings.lengths for findings in ranks),
         experts=_busiest_loads(findings.experts for findings in ranks),
         rates=tuple(rates for findings in ranks for rates in findings.rates),
         profile=tuple(profile for findings in ranks for profile in findings.profile),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     GetJsonSchemaHandler,
     ValidationInfo,
@@ -344,6 +346,102 @@ class LinearSection(Section):
         return self.to(LinearModel)
 
 
+MAX_LENGTHS = 1000
+"""Number of lengths that a distribution is reduced to."""
+_LENGTHS_REMEDY = (
+    "Write a list of lengths, percentiles such as {p0: 16, p50: 300, p100: 4096}, the path of a text file with one "
+    "length per line, or for a token file {end_token: 2}."
+)
+
+
+def _read_lengths(value: Any, info: ValidationInfo) -> Any:
+    """Turn every form of a distribution into lengths, ascending and equally likely."""
+    if isinstance(value, str):
+        value = _listed_lengths(Path(str(resolve(value, info))))
+    elif isinstance(value, Mapping) and set(value) == {"end_token"}:
+        value = _document_lengths(value["end_token"], info.data)
+    elif isinstance(value, Mapping):
+        value = _of_percentiles(value)
+    if not isinstance(value, list | tuple) or not all(type(one) is int and 1 <= one < 2**31 for one in value):
+        raise fault(None, f"{show(value)} are not lengths of 1 token or more", _LENGTHS_REMEDY)
+    ordered = sorted(value)
+    if len(ordered) <= MAX_LENGTHS:
+        return tuple(ordered)
+    return tuple(ordered[int((i + 0.5) / MAX_LENGTHS * len(ordered))] for i in range(MAX_LENGTHS))
+
+
+def _of_percentiles(points: Mapping[Any, Any]) -> list[int]:
+    """Interpolate between percentiles."""
+    try:
+        places = sorted((float(str(name).removeprefix("p")), float(length)) for name, length in points.items())
+    except (TypeError, ValueError):
+        raise fault(None, f"{show(dict(points))} are no percentiles", _LENGTHS_REMEDY) from None
+    ordered = [length for _, length in places]
+    if len(places) < 2 or places[0][0] != 0 or places[-1][0] != 100 or ordered != sorted(ordered):
+        raise fault(None, "percentiles must rise from p0 to p100", _LENGTHS_REMEDY)
+    found = []
+    for number in range(100):
+        at = number + 0.5
+        (low, least), (high, most) = next(pair for pair in itertools.pairwise(places) if at <= pair[1][0])
+        found.append(round(least + (most - least) * (at - low) / (high - low)))
+    return found
+
+
+def _listed_lengths(path: Path) -> list[int]:
+    """Read a text file with one length per line."""
+    try:
+        with open_regular(path) as stream:
+            return [int(line) for line in stream.read(MAX_LENGTHS_BYTES).split()]
+    except OSError as error:
+        raise fault(None, f"cannot read {str(path)!r}: {error.strerror or error}", _LENGTHS_REMEDY) from None
+    except ValueError:
+        raise fault(None, f"{path} has a line that is no whole number", _LENGTHS_REMEDY) from None
+
+
+def _document_lengths(end_token: Any, file: Mapping[str, Any]) -> list[int]:
+    """Measure the documents at the start of a token file, each of which ends with ``end_token``."""
+    code = TokenFileSection.TYPE_CODES.get(file.get("dtype", ""))
+    if code is None or "path" not in file:
+        raise fault(None, "end_token requires a token file with a valid path and dtype", _LENGTHS_REMEDY)
+    ids = array(code)
+    try:
+        with open_regular(Path(file["path"])) as stream:
+            content = stream.read(MAX_LENGTHS_BYTES)
+    except OSError as error:
+        raise fault(None, f"cannot read {file['path']!r}: {error.strerror or error}", _LENGTHS_REMEDY) from None
+    ids.frombytes(content[: len(content) // ids.itemsize * ids.itemsize])
+    if sys.byteorder == "big":
+        ids.byteswap()
+    ends = [place for place, token in enumerate(ids) if token == end_token]
+    if not ends:
+        raise fault(None, f"{file['path']} has no token {show(end_token)} at the end of a document", _LENGTHS_REMEDY)
+    return [end - start for start, end in itertools.pairwise([-1, *ends])]
+
+
+MAX_LENGTHS_BYTES = 8 << 20
+"""Bytes of a file from which lengths are read."""
+
+Lengths = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_read_lengths),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "integer", "minimum": 1}},
+                {"type": "object", "additionalProperties": {"type": "number"}},
+                {"type": "string"},
+            ]
+        }
+    ),
+]
+_LENGTHS_FIELD = Field(
+    default=None,
+    description="Distribution of the samples' lengths in tokens: a list of equally likely ones, percentiles like "
+    "{p0: 16, p50: 300, p100: 4096}, or the path of a text file with one length per line. Longer samples are cut to "
+    "seq_length. null: all have seq_length tokens.",
+)
+
+
 class TextSection(Section):
     """Byte-level tokens of text files: the default for llama models."""
 
@@ -353,11 +451,12 @@ class TextSection(Section):
         description="File or folder, relative to the sweep file; null: the source of the Python standard library.",
     )
     pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
+    lengths: Lengths | None = _LENGTHS_FIELD
 
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TextData:
-        return TextData(path=self.path, pattern=self.pattern)
+        return TextData(path=self.path, pattern=self.pattern, lengths=self.lengths or ())
 
     def check_files(self, model: Model, seq_length: int) -> None:  # noqa: ARG002
         if self.path is not None:
@@ -370,6 +469,11 @@ class TokenFileSection(Section):
     kind: Literal["token_file"] = Field(description="How the data is read.")
     path: str = Field(description="The file, relative to the sweep file.")
     dtype: Literal["uint8", "uint16", "int32", "int64"] = Field(default="uint16", description="Type of a token id.")
+    lengths: Lengths | None = Field(
+        default=None,
+        description="Distribution of the samples' lengths in tokens, as for text; or {end_token: 2}, for the lengths "
+        "between the occurrences of this token in the file.",
+    )
 
     NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
     TYPE_CODES: ClassVar[Mapping[str, str]] = {"uint8": "B", "uint16": "H", "int32": "i", "int64": "q"}
@@ -377,7 +481,7 @@ class TokenFileSection(Section):
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TokenFileData:
-        return TokenFileData(path=self.path, dtype=self.dtype)
+        return TokenFileData(path=self.path, dtype=self.dtype, lengths=self.lengths or ())
 
     def check_files(self, model: Model, seq_length: int) -> None:
         check_tokens(Path(self.path), num_tokens=seq_length + 1, token_bytes=self.NUM_BYTES[self.dtype])
@@ -492,6 +596,9 @@ class WorkloadSection(Section):
             raise fault("seq_length", "missing", "Add 'seq_length'.")
         if not reads_tokens and self.seq_length not in (None, 1):
             raise fault("seq_length", f"{self.model.kind} models do not read sequences", "Remove it.")
+        if getattr(self.data, "lengths", None) and getattr(self.model, "experts", None) is not None:
+            message = "a mixture of experts would be balanced over padding, too"
+            raise fault("data.lengths", message, "Remove it, or use a dense model.")
         fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
         if self.data.kind not in fitting:
             message = f"{self.model.kind} models cannot train on {self.data.kind}"

@@ -21,6 +21,8 @@ MANY_SKIPPED = 0.1
 """Minimum share of steps skipped by loss scaling for a line of advice."""
 NEARLY_FULL = 0.92
 """Share of device memory above which the allocator is likely to free and reallocate blocks."""
+MANY_SHAPES = 4
+"""Number of shapes of micro-batches from which on measuring kernels for each one costs more than it gains."""
 UNEVEN = 1.5
 """Tokens of the busiest expert over the mean above which there is a line of advice."""
 FEW_ROWS = 256
@@ -183,6 +185,20 @@ def _memory(one: Observed) -> Iterator[str]:
     yield f"memory is nearly full, {num_bytes(peak)} of {num_bytes(limit)}{again}"
 
 
+def _shapes(one: Observed) -> Iterator[str]:
+    report, kernels = one.measurement.findings.lengths, one.candidate.kernels
+    if report is None or report.num_shapes < MANY_SHAPES:
+        return
+    shapes = f"micro-batches had {report.num_shapes} shapes"
+    if kernels.cudnn_tuning_range:
+        yield f"{shapes}, and cuDNN measures its algorithms again for each: set `cudnn_benchmark: off`"
+    if kernels.compile != "off" and kernels.compile_mode == "max-autotune" and not kernels.dynamic:
+        yield f"{shapes}, and max-autotune searches kernels for each: set `compile_mode: default`, or `dynamic: true`"
+    elif kernels.compile != "off" and not kernels.dynamic:
+        yield f"{shapes}, and each has a graph of its own: `dynamic: true` compiles one for all"
+
+
 _RULES: tuple[Callable[[Observed], Iterable[str]], ...] = (
     *(_sizes, _layout, _mask, _underflow, _batch_norm, _buckets, _copies, _syncs, _casts, _breaks, _experts, _memory),
+    _shapes,
 )

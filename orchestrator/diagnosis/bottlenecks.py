@@ -368,7 +368,10 @@ def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
     Empty if the step time was not split.
     """
     found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
-    others = (_memory_bottleneck, _imbalance_bottleneck, _launch_bottleneck, _optimizer_bottleneck)
+    others = (
+        *(_memory_bottleneck, _imbalance_bottleneck, _padding_bottleneck),
+        *(_launch_bottleneck, _optimizer_bottleneck),
+    )
     found += [one for find in others if (one := find(case))]
     found = sorted((one for one in found if one.share >= MIN_SHOWN), key=lambda one: -one.seconds)
     again = _compilation_bottleneck(case)
@@ -732,6 +735,19 @@ def _ranks_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     elif (even := _even_layers(case)) is not None:
         lines.append(f"even stages have {even} layers")
     return _bottleneck(case, "imbalance", seconds, source, lines)
+
+
+def _padding_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """Computation of padding, in samples of varying length."""
+    report = case.measurement.findings.lengths
+    if report is None:
+        return None
+    names: tuple[PartName, ...] = ("compute", "recompute", "forward", "backward", "forward_backward")
+    seconds = report.padding * sum(case.parts.seconds(name) for name in names)
+    lines = [f"batching {report.batching}: {report.padding:.0%} of the computed positions are padding"]
+    if report.imbalance >= MIN_SHOWN:
+        lines.append(f"the rank with the most positions has {report.imbalance:.0%} more than the mean")
+    return _bottleneck(case, "padding", seconds, "measured", lines)
 
 
 def _even_layers(case: DiagnosedCase) -> str | None:

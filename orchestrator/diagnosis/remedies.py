@@ -29,7 +29,7 @@ from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
 from trials.legality import has_experts
 from trials.outcome import OutOfMemory
-from trials.spec import Candidate, LlamaModel, ResNetModel, ScriptModel, UserModel, Workload, decoder_of
+from trials.spec import Candidate, LlamaModel, PythonModel, ResNetModel, ScriptModel, UserModel, Workload, decoder_of
 
 # Predictions of the cost model for a sweep's candidates, corrected by its trials, as used by the guided search.
 
@@ -277,7 +277,8 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
-    "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule", "ep"),
+    "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule", "ep", "batching"),
+    "padding": ("batching", "micro_batch_size"),
     "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
     "compilation": ("compile", "compile_mode"),
     "optimizer": ("dp_shard", "zero_stage", "micro_batch_size", "compile", "offload_optimizer"),
@@ -367,6 +368,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
     """Knobs that help against ``kind`` and have an effect on this candidate."""
     is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
     pointless = set() if is_resnet else {"memory_format", "cudnn_benchmark"}
+    pointless |= set() if workload.lengths or isinstance(workload.model, PythonModel) else {"batching"}
     if not is_decoder:
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()

@@ -44,7 +44,17 @@ Source = Literal["measured", "profiled", "modelled"]
 of it."""
 
 Kind = Literal[
-    "memory", "compute", "communication", "io", "bubble", "imbalance", "dispatch", "compilation", "optimizer", "passes"
+    "memory",
+    "compute",
+    "communication",
+    "io",
+    "bubble",
+    "imbalance",
+    "padding",
+    "dispatch",
+    "compilation",
+    "optimizer",
+    "passes",
 ]
 """Kinds of bottlenecks. ``imbalance``: ranks wait for the one with the most computation; ``compilation``: graph mode
 recompiles during training; ``passes``: forward and backward, if computation and waiting cannot be distinguished."""

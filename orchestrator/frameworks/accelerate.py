@@ -26,6 +26,7 @@ from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
     NO_FP32_MODULES,
     TORCH_SCALER,
+    VARYING_LENGTHS,
     WHOLE_BETWEEN,
     left_to_script,
     memory_savers,
@@ -393,6 +394,7 @@ _RUN: tuple[Setting, ...] = (
     ),
     custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
     *KERNELS_OF_SCRIPT,
+    *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP"),
         optimizer="fsdp_offload_params moves weights and gradients too, and gathers weights from the host",

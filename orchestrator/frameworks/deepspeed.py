@@ -27,6 +27,7 @@ from orchestrator.frameworks.edit import (
     contradictions,
 )
 from orchestrator.frameworks.gaps import (
+    DYNAMIC_SHAPES,
     KERNELS_OF_SCRIPT,
     NO_FP32_MODULES,
     REDUCES_EACH,
@@ -358,6 +359,7 @@ ROWS: tuple[Setting, ...] = (
     left_to_script("kernels.backend", "your script must set it: engine.compile(backend=...)"),
     left_to_script("kernels.compile_mode", "your script must set it: engine.compile(compile_kwargs={'mode': ...})"),
     *KERNELS_OF_SCRIPT,
+    DYNAMIC_SHAPES,
     *memory_savers(
         activations="activation_checkpointing.cpu_checkpointing moves only activations of layers that your "
         "script recomputes with DeepSpeed's checkpoint function",

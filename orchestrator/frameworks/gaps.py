@@ -280,6 +280,14 @@ NO_EXPERT_PARALLEL = lacking(
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, if the framework has only one way, which is our default."""
 
+DYNAMIC_SHAPES = lacking("kernels.dynamic", "shapes are compiled as torch chooses; mark_dynamic in your code sets it")
+"""Setting of formats without a choice between one graph per length and one for all."""
+VARYING_LENGTHS = (
+    lacking("loader.batching", "your data set must pad, pack or sort its samples"),
+    DYNAMIC_SHAPES,
+)
+"""Settings for samples of varying length, which formats leave to the data set."""
+
 KERNELS_OF_SCRIPT = (
     left_to_script("kernels.attention", "your script must select it: torch.nn.attention.sdpa_kernel(...)"),
     left_to_script("kernels.cudnn_tuning_range", "your script must set torch.backends.cudnn.benchmark in these steps"),

@@ -19,6 +19,7 @@ from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayR
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
     REDUCES_EACH,
+    VARYING_LENGTHS,
     all_of,
     first_layers,
     gathered_again,
@@ -640,6 +641,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "call torch.set_float32_matmul_precision before training"),
     lacking("kernels.cudnn_tuning_range", "no convolutions"),
     lacking("kernels.memory_format", "no convolutions"),
+    *VARYING_LENGTHS,
     *memory_savers(
         activations="--cpu-offloading-num-layers moves only the activations of Transformer Engine operators, "
         "and does not work with pipelines or recompute",

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    VARYING_LENGTHS,
     all_of,
     is_uniform,
     layer_ids,
@@ -481,6 +482,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", _NO_CONVOLUTIONS),
     lacking("kernels.memory_format", _NO_CONVOLUTIONS),
+    *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs("offload_recompute_inputs"),
         optimizer="offload_optim keeps states on the host, but moves them to the device for the update",

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    VARYING_LENGTHS,
     all_of,
     betas,
     in_rows,
@@ -478,6 +479,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "no memory format; Llama has no convolutions"),
+    *VARYING_LENGTHS,
     *memory_savers(
         loss_chunks=option("kernels.loss_chunks", "loss.num_chunks"),
         optimizer="training.enable_cpu_offload moves weights and gradients too, and gathers weights from the host",

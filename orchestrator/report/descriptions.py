@@ -31,6 +31,7 @@ from trials.reports import (
     Findings,
     GraphReport,
     KernelTuningReport,
+    LengthReport,
     LoaderTuningReport,
     LossScaleState,
     MemoryFormatReport,
@@ -398,6 +399,8 @@ def _lines(findings: Findings) -> Iterator[str]:
         yield _kernel_tuning(findings.kernel_tuning)
     if findings.memory_format is not None:
         yield _memory_format(findings.memory_format)
+    if findings.lengths is not None:
+        yield _lengths(findings.lengths)
     if findings.experts:
         yield _experts(findings.experts)
     yield from (_device(one) for one in findings.devices if one is findings.devices[0] or _is_in_trouble(one))
@@ -451,6 +454,13 @@ def _kernel_tuning(report: KernelTuningReport) -> str:
     return (
         f"kernel cache: {report.hit_rate:.0%} of {report.num_lookups} lookups hit, "
         f"{report.num_configurations} operator configurations{note}"
+    )
+
+
+def _lengths(report: LengthReport) -> str:
+    return (
+        f"{report.batching}: {report.padding:.1%} padding, the largest rank {report.imbalance:.1%} above the mean, "
+        f"{units.count(report.num_shapes, 'shape')} of micro-batches"
     )
 
 
@@ -545,6 +555,12 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
         values["kernel_cache_hit_rate"] = findings.kernel_tuning.hit_rate
     if findings.memory_format is not None:
         values |= {"nchw_ms": 1e3 * findings.memory_format.nchw_s, "nhwc_ms": 1e3 * findings.memory_format.nhwc_s}
+    if findings.lengths is not None:
+        values |= {
+            "padding_share": findings.lengths.padding,
+            "rank_imbalance": findings.lengths.imbalance,
+            "num_shapes": findings.lengths.num_shapes,
+        }
     if findings.devices:
         values |= _device_metrics(findings.devices[0])
     return {name: float(value) for name, value in values.items() if value is not None}

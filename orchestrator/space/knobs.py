@@ -761,6 +761,14 @@ KNOBS: tuple[Knob, ...] = (
         Sign("fullbatch", "every device reads the full batch", lambda c: c.loader.full_batch),
     ),
     _knob(
+        "loader.batching",
+        Literal["padding", "packing", "buckets"],
+        "How samples of varying length become micro-batches: padded to the longest; packed, several per row of "
+        "seq_length; or sorted by length over the step and padded to one of 8 lengths.",
+        Sign("packed", "several samples packed per row", lambda c: c.loader.batching == "packing"),
+        Sign("buckets", "samples batched by length", lambda c: c.loader.batching == "buckets"),
+    ),
+    _knob(
         "kernels.compile",
         CompileValue,
         'off, block (every repeated layer) or model. A bare `off` and `"off"` mean the same here.',
@@ -774,6 +782,13 @@ KNOBS: tuple[Knob, ...] = (
         "Mode of torch.compile. Always default if compile is off.",
         _suffix("-{MODE}", "mode of torch.compile: {MODE}", _compiled("compile_mode")),
         canonical=lambda f, _: f["compile_mode"] if f["compile"] != "off" else "default",
+    ),
+    _knob(
+        "kernels.dynamic",
+        bool,
+        "Compile one graph for inputs of all lengths, instead of one per length. Always false if compile is off.",
+        Sign("dynamic", "one graph for all lengths", lambda c: c.kernels.dynamic),
+        canonical=lambda f, _: f["dynamic"] and f["compile"] != "off",
     ),
     _knob(
         "kernels.attention",

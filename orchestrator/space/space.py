@@ -504,7 +504,7 @@ def without_effect(candidate: Candidate) -> frozenset[str]:
         (layout.cp > 1, ("cp_method",)),
         (has_workers, ("prefetch_factor",)),
         (has_workers or loader.tuning is not None, ("persistent_workers",)),
-        (candidate.kernels.compile != "off", ("compile_mode",)),
+        (candidate.kernels.compile != "off", ("compile_mode", "dynamic")),
     )
     return frozenset(name for is_met, names in conditions if not is_met for name in names)
 

@@ -23,6 +23,7 @@ from trials.reports import (
     Findings,
     GraphReport,
     KernelTuningReport,
+    LengthReport,
     LoaderPoint,
     LoaderTuningReport,
     LossScaleState,
@@ -56,6 +57,7 @@ FOUND = Findings(
     experts=(ExpertLoad(layer=1, busiest=1.6, num_idle=2, rank=1, busiest_on_rank=2.4),),
     kernel_tuning=KernelTuningReport(num_configurations=3, num_lookups=40, num_hits=30),
     memory_format=MemoryFormatReport(rule="16-bit: nhwc", chosen="nhwc", nchw_s=0.04, nhwc_s=0.03),
+    lengths=LengthReport(batching="buckets", padding=0.12, imbalance=0.05, num_shapes=6),
 )
 """One finding of every kind."""
 

@@ -25,7 +25,7 @@ from trials.kernels import (
 )
 from trials.models.built_in import Layer
 from trials.spec import Kernels, Layout, Precision
-from trials.training.loop import choose_format, convert_weights, format_by_rule
+from trials.training.memory_format import choose_format, convert_weights, format_by_rule
 
 CPU = torch.device("cpu")
 

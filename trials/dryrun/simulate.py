@@ -468,8 +468,10 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
     model, workload = spec.workload.model, spec.workload
     rows = workload.global_batch_size // spec.candidate.layout.dp
     if isinstance(model, LlamaModel):
-        size = (rows, workload.seq_length)
-        return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+        size = (rows, workload.seq_length)  # the longest micro-batch of any batching
+        is_packed = spec.candidate.loader.batching == "packing"
+        tokens = torch.zeros((rows, 2, workload.seq_length) if is_packed else size, dtype=torch.long)
+        return tokens, torch.zeros(size, dtype=torch.long)
     if isinstance(model, LinearModel):
         return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
     if isinstance(model, HuggingFaceModel):

@@ -22,8 +22,12 @@ from trials.spec import LinearModel, LlamaModel, ResNetModel
 # Shape letters: B sequences, S positions (of this rank under context parallelism), D hidden size, H heads (of this rank
 # under tensor parallelism), V vocabulary.
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (possibly fewer heads); shaped like ``q``."""
+AttentionCore = Callable[..., Tensor]
+"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (possibly fewer heads), and a mask ``[B, 1, S, S]``
+if rows are packed; shaped like ``q``."""
+
+Positions = Tensor | tuple[Tensor, Tensor]
+"""Rotary table of every row's positions; of packed rows that of each row, and the mask of attention."""
 
 
 class RMSNorm(nn.Module):
@@ -93,17 +97,19 @@ class Attention(SubLayer):
         self.wqkv = nn.Linear(shape.hidden_size, size, bias=False)
         self.wo = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
-    def first(self, x: Any, rope: Tensor) -> tuple[Tensor, ...]:
-        """Compute projections and rotary positions: ``q``, ``k`` and ``v`` as ``[B, H, S, head_size]``."""
+    def first(self, x: Any, positions: Positions) -> tuple[Tensor, ...]:
+        """Compute projections and rotary positions: ``q``, ``k`` and ``v`` as ``[B, H, S, head_size]``; then the mask
+        of packed rows, if any."""
+        rope, *mask = positions if isinstance(positions, tuple) else (positions,)
         groups = self.wqkv(x).unflatten(-1, (-1, self.num_sharing + 2, self.head_size))
         q, k, v = groups.split([self.num_sharing, 1, 1], dim=3)
         # A view would keep the whole projection for the backward pass.
         q, k, v = rotate(q, rope), rotate(k, rope), v.contiguous()
-        return tuple(t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
+        return *(t.flatten(2, 3).transpose(1, 2) for t in (q, k, v)), *mask
 
-    def second(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def second(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         """Compute attention and the output projection."""
-        projected: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
+        projected: Tensor = self.wo(self.core(q, k, v, *mask).transpose(1, 2).flatten(2))
         return projected
 
 
@@ -147,17 +153,17 @@ class Block(nn.Module):
         )
         self.schedule: BlockSchedule = one_after_the_other
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        return self.schedule(self, x, rope)
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        return self.schedule(self, x, positions)
 
 
-BlockSchedule = Callable[[Block, Tensor, Tensor], Tensor]
-"""Function from a block, hidden states ``[B, S, D]`` and rotary table to the next hidden states."""
+BlockSchedule = Callable[[Block, Tensor, Any], Tensor]
+"""Function from a block, hidden states ``[B, S, D]`` and :data:`Positions` to the next hidden states."""
 
 
-def one_after_the_other(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+def one_after_the_other(block: Block, x: Tensor, positions: Positions) -> Tensor:
     """Run a whole micro-batch through one sub-layer after the other; a :data:`BlockSchedule`."""
-    h = x + block.attention(block.attention_norm(x), rope)
+    h = x + block.attention(block.attention_norm(x), positions)
     out: Tensor = h + block.feed_forward(block.feed_forward_norm(h))
     return out
 
@@ -181,8 +187,8 @@ class Head(nn.Linear):
 class Llama(TrainModel):
     """Maps tokens ``[B, S]`` to logits ``[B, S, V]`` or, given the next tokens, to the mean loss.
 
-    A virtual stage other than the first takes hidden states ``[B, S, D]`` instead; one other than the last returns
-    them.
+    Tokens of packed rows come with their positions in their document, as ``[B, 2, S]``. A virtual stage other than the
+    first takes hidden states ``[B, S, D]`` instead; one other than the last returns them.
     """
 
     computes_loss = True
@@ -206,13 +212,23 @@ class Llama(TrainModel):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         assert self.rope is not None, "materialize() comes before the first forward pass"
-        h = x if self.tok_embeddings is None else self.tok_embeddings(x)
+        h, positions = x, self.rope
+        if self.tok_embeddings is not None:
+            x, positions = self._placed(x, self.rope)
+            h = self.tok_embeddings(x)
         for layer in self.layers.values():
-            h = layer(h, self.rope)
+            h = layer(h, positions)
         if self.norm is None or self.output is None:
             return h
         outputs: Tensor = self.output(self.norm(h), targets=targets)
         return outputs
+
+    def _placed(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Any]:
+        """Return the tokens and their :data:`Positions`."""
+        if x.dim() == 3:
+            tokens, places = x.unbind(1)
+            return tokens, (rope[:, places], document_mask(places))
+        return x, rope if x.shape[1] == rope.shape[1] else rope[:, : x.shape[1]]
 
     def attend_by(self, core: AttentionCore) -> None:
         """Use ``core`` for attention in all layers."""
@@ -236,8 +252,18 @@ class Llama(TrainModel):
 
 
 def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in fp32 of logits ``[B, S, V]`` against the tokens ``[B, S]``."""
-    return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
+    """Return the mean cross entropy in fp32 of logits ``[B, S, V]`` against the tokens ``[B, S]``.
+
+    Negative targets (:data:`~trials.lengths.IGNORED`) are padding: they count in the mean, with a loss of 0.
+    """
+    return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum") / targets.numel()
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """Return which positions ``[B, 1, S, S]`` attend to which, of packed rows with these ``positions [B, S]`` in their
+    documents: block-diagonal and causal."""
+    document = (positions == 0).cumsum(1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def projected_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -255,7 +281,7 @@ def rotary_table(seq_length: int, head_size: int, theta: float) -> Tensor:
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate the pairs ``(i, i + head_size / 2)`` of ``x [B, S, groups, H, head_size]`` by their position's angles."""
-    cos, sin = (table[None, :, None, None].to(x.dtype) for table in rope)
+    cos, sin = (table[..., None, None, :].to(x.dtype) for table in rope)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return torch.addcmul(x * cos, turned, sin)

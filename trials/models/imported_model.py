@@ -276,7 +276,10 @@ def drop_nothing(config: Any) -> None:
 
 
 def _logits(module: nn.Module, x: Tensor) -> Tensor:
-    logits: Tensor = module(input_ids=x, use_cache=False).logits
+    places = {}
+    if x.dim() == 3:  # packed rows: their positions separate the documents
+        x, places["position_ids"] = x.unbind(1)
+    logits: Tensor = module(input_ids=x, use_cache=False, **places).logits
     return logits
 
 

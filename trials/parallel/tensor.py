@@ -549,8 +549,9 @@ class _SplitLoss(torch.autograd.Function):
         ids, absent = _own_ids(targets, logits.shape[1], rank)
         sums = _fused_row_sums if torch.compiler.is_compiling() else _row_sums
         total, wanted = _combined(*sums(logits, ids, absent), Group(name=name, size=size, rank=rank))
-        ctx.save_for_backward(logits, total, ids, absent)
-        return (total - wanted).mean()
+        ignored = targets < 0
+        ctx.save_for_backward(logits, total.masked_fill(ignored, torch.inf), ids, absent)
+        return (total - wanted).masked_fill(ignored, 0.0).mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -576,9 +577,10 @@ class _ChunkedLoss(torch.autograd.Function):
         total, wanted = (torch.cat(parts) for parts in zip(*sums, strict=True))
         if group is not None:
             total, wanted = _combined(total, wanted, group)
-        ctx.save_for_backward(x, weight, total, ids, absent)
+        ignored = targets < 0  # an infinite sum makes their gradients 0
+        ctx.save_for_backward(x, weight, total.masked_fill(ignored, torch.inf), ids, absent)
         ctx.num_chunks, ctx.by = num_chunks, by
-        return (total - wanted).mean()
+        return (total - wanted).masked_fill(ignored, 0.0).mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:

@@ -6,14 +6,12 @@ import contextlib
 import functools
 import itertools
 import math
-import statistics
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,12 +22,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trials.accelerator.device import is_host, mark, synchronize, widest_float
+from trials.accelerator.device import mark, widest_float
 from trials.attention import causal_attention
-from trials.datasets import Batch, StepBatches
+from trials.datasets import Rows, micro_batches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
+from trials.lengths import num_tokens
 from trials.models import Loss, TrainModel, build_model, loss_of
 from trials.models.built_in import Llama
 from trials.models.experts import ExpertBalance, routers_in
@@ -72,9 +71,9 @@ from trials.precision import (
     store,
 )
 from trials.recompute import RecomputeMeter, apply_recompute
-from trials.reports import Findings, MemoryFormatReport, OperatorCast, PatternEffect
+from trials.reports import Findings, OperatorCast, PatternEffect
 from trials.sizes import Chunk, Coordinates, chunks_of_stage, num_virtual_stages_total
-from trials.spec import Candidate, Layout, Precision, TrialSpec
+from trials.spec import Candidate, Layout, TrialSpec
 from trials.training.optimizer import build_optimizer, multiply
 
 # ---- One optimiser step: micro-batches forward and backward, global gradient norm, update
@@ -126,6 +125,8 @@ class Trainer:
         self._num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
         self._clip_norm = spec.workload.optimizer.clip_norm
         self._grad_factor: float | Tensor = 1.0
+        self._workload = spec.workload
+        self._num_begun = 0
         self.optimizer = build_optimizer(
             spec.workload.optimizer,
             self.gradients.held,
@@ -136,8 +137,8 @@ class Trainer:
         # Among the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 
-    def step(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
-        """Train on this rank's rows; return the gang's ``[loss, grad_norm]``, still on the device.
+    def step(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
+        """Train on this rank's rows of the next step; return the gang's ``[loss, grad_norm]``, still on the device.
 
         ``inputs`` and ``targets`` may be None on a rank that does not read them (:attr:`reads_inputs`,
         :attr:`reads_targets`).
@@ -147,6 +148,9 @@ class Trainer:
         """
         if self.layout.cp > 1:
             inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
+        if self._workload.lengths:
+            self.engine.mean_tokens = num_tokens(self._workload, self._num_begun) / self.layout.dp
+            self._num_begun += 1
         if self.balance is not None:
             self.balance.scale_losses(self._scale() / self._num_microbatches)
         loss = self.engine.run(inputs, targets, marker)
@@ -157,8 +161,11 @@ class Trainer:
         marker.mark("optimizer")
         return totals
 
-    def _held_positions(self, batch: Tensor | None) -> Tensor | None:
-        return None if batch is None else split_sequence(batch, self.place.cp, self.layout.cp)
+    def _held_positions(self, batch: Rows | None) -> Rows | None:
+        if batch is None:
+            return None
+        assert isinstance(batch, Tensor), "lengths do not vary under context parallelism"
+        return split_sequence(batch, self.place.cp, self.layout.cp)
 
     def _totals(self, loss: Tensor, marker: Marker) -> Tensor:
         """Sum loss and norm over the gang; ranks that do not compute the loss contribute 0.
@@ -393,117 +400,6 @@ def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> Non
     torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
 
 
-# Choice of the memory format of convolutions, NCHW or NHWC ("channels last"), by rule and by measurement.
-
-
-Format = Literal["nchw", "nhwc"]
-TORCH_FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
-
-_NUM_ROUNDS = 5
-_MIN_GAIN = 0.05
-"""Smallest relative gain for the other format to count as faster."""
-
-
-def has_convolutions(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-def convert_weights(models: Iterable[nn.Module], format_: Format) -> None:
-    """Convert the weights of convolutions to this format, in place, under any wrapper.
-
-    Weights held by FSDP stay unchanged, because it requires contiguous ones; their convolutions follow the format of
-    their input.
-    """
-    for model in models:
-        for parameter in model.parameters():
-            if parameter.dim() == 4 and not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.contiguous(memory_format=TORCH_FORMATS[format_])
-
-
-def in_format(images: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Convert images to this format; only tensors with four dimensions have formats."""
-    return images.to(memory_format=memory_format) if images.dim() == 4 else images
-
-
-def format_by_rule(precision: Precision) -> Format:
-    """Apply the usual rule: tensor cores run 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
-    return "nchw" if precision.dtype == "float32" else "nhwc"
-
-
-def choose_memory_format(
-    trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
-) -> tuple[torch.memory_format, MemoryFormatReport | None]:
-    """Convert the trainer's models; return the format for its inputs, and the report of ``auto``.
-
-    Models without convolutions are left unchanged.
-    """
-    models = [part.model for part in trainer.parts]
-    wanted = spec.candidate.kernels.memory_format
-    if not any(map(has_convolutions, models)):
-        return torch.preserve_format, None
-    if wanted != "auto":
-        convert_weights(models, wanted)
-        return TORCH_FORMATS[wanted], None
-    assert dataset is not None, "legality refuses auto in a pipeline"
-    with _same_draws(trainer.device):
-        report = _compare(trainer, spec, dataset[0])
-    chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
-    convert_weights(models, chosen)
-    return TORCH_FORMATS[chosen], report
-
-
-def choose_format(rule: Format, times_s: dict[Format, float]) -> Format:
-    """Return the rule's format unless the other one is clearly faster."""
-    other: Format = "nchw" if rule == "nhwc" else "nhwc"
-    return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
-
-
-def _same_draws(device: torch.device) -> AbstractContextManager[Any]:
-    """Restore random generators afterwards: dropout in passes before training would otherwise change the training."""
-    return torch.random.fork_rng(devices=() if is_host(device) else (device,), device_type=device.type)
-
-
-def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
-    """Time a few forward and backward passes of both formats, alternating; all ranks make the same choice."""
-    (model,) = (part.model for part in trainer.parts)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    formats: tuple[Format, Format] = ("nchw", "nhwc")
-    rounds: dict[Format, list[float]] = {format_: [] for format_ in formats}
-    for number in range(_NUM_ROUNDS + 1):
-        for format_ in formats:
-            convert_weights([model], format_)
-            seconds = _time_pass(trainer, spec, sample, TORCH_FORMATS[format_])
-            if number:  # the first pass of each is a warm-up
-                rounds[format_].append(seconds)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    times_s = {format_: max_over_ranks(statistics.median(rounds[format_]), trainer.device) for format_ in formats}
-    rule = format_by_rule(spec.candidate.precision)
-    chosen = choose_format(rule, times_s)
-    return MemoryFormatReport(rule=rule, chosen=chosen, nchw_s=times_s["nchw"], nhwc_s=times_s["nhwc"])
-
-
-def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
-    """Return seconds of one forward and backward pass over a micro-batch; drop its gradients.
-
-    The model is called without its DDP wrapper, so gradients are not reduced.
-    """
-    (model,) = (part.model for part in trainer.parts)
-    rows = slice(0, spec.candidate.micro_batch_size)
-    inputs = in_format(sample[0][rows].to(trainer.device), memory_format)
-    targets = sample[1][rows].to(trainer.device)
-    synchronize(trainer.device)
-    start_s = time.perf_counter()
-    with autocast(spec.candidate, trainer.device):
-        loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
-    torch.autograd.backward(loss)
-    synchronize(trainer.device)
-    seconds = time.perf_counter() - start_s
-    for parameter in model.parameters():
-        parameter.grad = None
-    return seconds
-
-
 # ---- A step's micro-batches on a rank with all layers, and the interface of every engine
 
 
@@ -523,7 +419,11 @@ class SilentMarker:
 class Engine(Protocol):
     """Runs all micro-batches of a step."""
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+    mean_tokens: float | None
+    """Tokens without padding of a data-parallel rank in this step, on average over the ranks: the loss is the mean over
+    all tokens of the step. None if samples are of one length, or not of tokens: the mean over micro-batches."""
+
+    def run(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
         """Run forward and backward passes over this rank's rows; gradients are then averages over data-parallel ranks.
 
         Return the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
@@ -546,23 +446,23 @@ class Accumulation:
         self._layout = candidate.layout
         self._each = reduces_each(candidate.layout)
         self._is_last: bool | None = None
+        self.mean_tokens: float | None = None
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+    def run(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
         assert inputs is not None and targets is not None, "it holds the first and the last layer"
-        micro_batches = list(
-            zip(torch.split(inputs, self._micro_batch_size), torch.split(targets, self._micro_batch_size), strict=True)
-        )
-        factor = 1.0 / len(micro_batches)
+        split = [micro_batches(rows, self._micro_batch_size) for rows in (inputs, targets)]
+        number = len(split[0])
         module, scale = self._part.module, self._scale()
         losses = []
-        for i, (rows, wanted) in enumerate(micro_batches, start=1):
-            self._begin(is_last=i == len(micro_batches))
+        for i, (rows, wanted) in enumerate(zip(*split, strict=True), start=1):
+            self._begin(is_last=i == number)
             with autocast(self._candidate, self._device):
                 loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
-            losses.append(loss.detach())
+            weight = 1.0 if self.mean_tokens is None else wanted.numel() * number / self.mean_tokens
+            losses.append(loss.detach() if weight == 1.0 else loss.detach() * weight)
             marker.mark("forward")
-            torch.autograd.backward(loss, torch.full_like(loss, factor * scale))
-            if i == len(micro_batches):
+            torch.autograd.backward(loss, torch.full_like(loss, weight * scale / number))
+            if i == number:
                 finish_gradients(module)
             marker.mark("backward")
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -746,6 +646,8 @@ class Pipeline:
         self._loss = loss
         self._scale = scale
         self._losses: list[Tensor] = []
+        self._weight = 1.0
+        self.mean_tokens: float | None = None
         self._marker: Marker = SilentMarker()
 
         def context() -> AbstractContextManager[Any]:
@@ -755,8 +657,11 @@ class Pipeline:
         self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]
         self.schedule = build_schedule(candidate.layout, self.stages, self._num_microbatches, self._scaled_loss)
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+    def run(self, inputs: Rows | None, targets: Rows | None, marker: Marker) -> Tensor:
+        assert not isinstance(inputs, tuple) and not isinstance(targets, tuple), "stages exchange one shape"
         self._marker = marker
+        if targets is not None and self.mean_tokens is not None:
+            self._weight = targets.numel() / self.mean_tokens
         for stage in self.stages:
             stage.marker = marker
             stage.targets = () if targets is None else targets.tensor_split(self._num_microbatches)
@@ -773,7 +678,7 @@ class Pipeline:
         """Return the loss for the schedule's backward pass: for gradients of the mean over micro-batches, scaled."""
         self._marker.mark("bubble")
         with self._context():
-            loss = self._loss(outputs, targets)
+            loss = self._loss(outputs, targets) * self._weight
         self._losses.append(loss.detach())
         scaled = loss * (self._scale() / self._num_microbatches)
         self._marker.mark("forward")

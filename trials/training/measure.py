@@ -36,11 +36,12 @@ from trials.accelerator.device import (
     seconds_between,
 )
 from trials.accelerator.kinds import HealthWatch
-from trials.datasets import Batch
+from trials.datasets import Batch, Rows
 from trials.health import DeviceHealth, DeviceMemory, device_health
 from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol, TrialSpec
-from trials.training.loop import GangMaximum, SilentMarker, StepResult, Trainer, in_format
+from trials.training.loop import GangMaximum, SilentMarker, StepResult, Trainer
+from trials.training.memory_format import in_format
 
 # ---- Peak memory of a rank, and its limit
 
@@ -376,26 +377,30 @@ class BatchFeed:
         self._reads_inputs, self._reads_targets = reads_inputs, reads_targets
         self._stream = new_stream(device)
 
-    def next(self) -> tuple[Tensor | None, Tensor | None]:
+    def next(self) -> tuple[Rows | None, Rows | None]:
         """Return inputs and targets of the next batch, available to device work queued after this call."""
         inputs, targets = next(self._batches)
-        device = self._device
         with on_stream(self._stream):
             held = (
-                in_format(inputs.to(device, non_blocking=True), self._memory_format) if self._reads_inputs else None,
-                targets.to(device, non_blocking=True) if self._reads_targets else None,
+                self._copied(inputs, self._memory_format) if self._reads_inputs else None,
+                self._copied(targets) if self._reads_targets else None,
             )
         self._hand_over(held)
         return held
 
-    def _hand_over(self, held: tuple[Tensor | None, ...]) -> None:
+    def _copied(self, rows: Rows, memory_format: torch.memory_format = torch.preserve_format) -> Rows:
+        if not isinstance(rows, Tensor):
+            return tuple(in_format(one.to(self._device, non_blocking=True), memory_format) for one in rows)
+        return in_format(rows.to(self._device, non_blocking=True), memory_format)
+
+    def _hand_over(self, held: tuple[Rows | None, ...]) -> None:
         """Make the step wait for the copies, and keep their memory until the step has read it."""
         user = current_stream(self._device)
         if self._stream is None or user is None:
             return
         user.wait_stream(self._stream)
-        for tensor in held:
-            if tensor is not None:
+        for rows in held:
+            for tensor in () if rows is None else (rows,) if isinstance(rows, Tensor) else rows:
                 tensor.record_stream(user)
 
 
@@ -571,7 +576,7 @@ class Measurer:
         if phase == self._phase:
             self._progress(phase, step=len(agreed_s), step_time_s=agreed_s[-1])
 
-    def _next_batch(self) -> tuple[Tensor | None, Tensor | None]:
+    def _next_batch(self) -> tuple[Rows | None, Rows | None]:
         """Return inputs and targets on the device, as far as the trainer reads them."""
         if self._feed is None:
             return None, None

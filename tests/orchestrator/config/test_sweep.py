@@ -104,7 +104,7 @@ def test_every_key_arrives(tmp_path):
     spec = load_sweep(write(tmp_path, FULL))
     workload = spec.to_workload()
     assert workload.model.ffn_hidden_size == 96
-    assert workload.data == TextData(path=str(tmp_path / "text.txt"), pattern="*.txt")
+    assert workload.data == TextData(path=str(tmp_path / "text.txt"), pattern="*.txt", lengths=(8, 32))
     assert workload.optimizer == AdamW(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-7, weight_decay=0.0, clip_norm=1.0)
     assert (workload.seq_length, workload.global_batch_size, workload.seed) == (32, 16, 3)
     assert spec.to_protocol() == Protocol(
@@ -204,6 +204,8 @@ def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls)
     theirs = {field.name: field.default for field in dataclasses.fields(cls)}
     if "clip_norm" in ours:  # null, as keys without a value are not part of a sweep's identity
         ours["clip_norm"] = ours["clip_norm"] or 0.0
+    if "lengths" in ours:
+        ours["lengths"] = ours["lengths"] or ()
     assert ours.keys() == theirs.keys()
     assert {name: value for name, value in theirs.items() if value is not dataclasses.MISSING} == {
         name: ours[name] for name, value in theirs.items() if value is not dataclasses.MISSING
@@ -284,6 +286,40 @@ def test_a_folder_of_text_is_searched_as_the_runner_does(tmp_path):
         load_sweep(write(tmp_path, content))
     (tmp_path / "corpus" / "b.py").write_text("x" * 33)
     assert load_sweep(write(tmp_path, content)).to_workload().data.path == str(tmp_path / "corpus")
+
+
+def lengths_of(tmp_path, lengths, **data):
+    content = changed(SMALL, ("workload", "data"), {"kind": "text", **data, "lengths": lengths})
+    spec = load_sweep(write(tmp_path, content))
+    assert SweepSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    return spec.to_workload().data.lengths
+
+
+def test_lengths_come_from_a_list_percentiles_a_file_or_the_documents_of_a_token_file(tmp_path):
+    assert lengths_of(tmp_path, [32, 4, 8]) == (4, 8, 32)
+    found = lengths_of(tmp_path, {"p0": 0.5, "p50": 10, "p100": 30})
+    assert len(found) == 100 and (found[0], found[49], found[50], found[-1]) == (1, 10, 10, 30)
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, range(1, 5001))))
+    found = lengths_of(tmp_path, "lengths.txt")
+    assert len(found) == 1000 and (found[0], found[-1]) == (3, 4998)
+    (tmp_path / "documents.bin").write_bytes(bytes([5, 6, 2, 7, 2, *[8] * 40, 2, 9]))
+    file = {"kind": "token_file", "path": "documents.bin", "dtype": "uint8"}
+    assert lengths_of(tmp_path, {"end_token": 2}, **file) == (2, 3, 41)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reason"),
+    [
+        ([0, 5], "not lengths"),
+        ({"p10": 5, "p100": 8}, "rise from p0 to p100"),
+        ({"p0": 5, "p100": 2}, "rise from p0 to p100"),
+        ({"end_token": 2}, "requires a token file"),
+        ("missing.txt", "cannot read"),
+    ],
+)
+def test_lengths_that_are_no_distribution_are_refused(tmp_path, lengths, reason):
+    with pytest.raises(ConfigError, match=reason):
+        lengths_of(tmp_path, lengths)
 
 
 def test_specs_cannot_be_changed(tmp_path):

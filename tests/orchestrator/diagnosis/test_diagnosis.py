@@ -44,7 +44,15 @@ from tests.orchestrator.terminal.test_report import text
 from tests.support.proof_story import proof_events
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
-from trials.reports import ExpertLoad, Findings, LoaderPoint, LoaderTuningReport, PatternEffect, ScriptReport
+from trials.reports import (
+    ExpertLoad,
+    Findings,
+    LengthReport,
+    LoaderPoint,
+    LoaderTuningReport,
+    PatternEffect,
+    ScriptReport,
+)
 from trials.sizes import expert_flops_share
 from trials.spec import (
     Candidate,
@@ -58,6 +66,7 @@ from trials.spec import (
     RandomData,
     ScriptData,
     ScriptModel,
+    TextData,
     TrialSpec,
 )
 
@@ -402,6 +411,34 @@ def test_uneven_and_starved_experts_are_advised_on():
     assert uneven.startswith("in layer 3 the busiest expert gets 2.00x the mean number of tokens, 5 experts none")
     assert starved.startswith("an expert multiplies 128 rows at a time")
     assert lines(replace(load, busiest=1.2), on_cpu=True) == ()
+
+
+def test_padding_costs_its_share_of_the_passes_and_searches_for_many_shapes_are_advised_against():
+    report = LengthReport(batching="padding", padding=0.5, imbalance=0.2, num_shapes=6)
+    clock = StepBreakdown(forward_s=0.4, backward_s=0.4, optimizer_s=0.2)
+    taken = measured(1.0, breakdown=clock, findings=Findings(lengths=report))
+    workload = replace(WORKLOAD, data=TextData(lengths=(8, 16)))
+    found = explain_sweep(sweep([Candidate()], [taken], workload), basis([Candidate()], UNKNOWN)).baseline.bottleneck
+    assert (found.kind, found.share, found.knobs[0]) == ("padding", pytest.approx(0.4), "batching")
+    assert found.evidence[1] == "the rank with the most positions has 20% more than the mean"
+
+    def lines(kernels):
+        one = Observed(
+            workload=workload,
+            candidate=Candidate(kernels=kernels),
+            measurement=taken.measurement,
+            on_cpu=True,
+            limit_bytes=None,
+            baseline=None,
+        )
+        return advise(one)
+
+    searched = Kernels(compile="block", compile_mode="max-autotune", cudnn_tuning_range=(1, 4))
+    cudnn, autotune = lines(searched)
+    assert "cudnn_benchmark: off" in cudnn and "compile_mode: default" in autotune
+    (graphs,) = lines(Kernels(compile="block"))
+    assert "`dynamic: true` compiles one for all" in graphs
+    assert lines(Kernels(compile="block", dynamic=True)) == ()
 
 
 def test_waiting_for_the_rank_with_the_busiest_experts_is_an_imbalance():

@@ -223,6 +223,8 @@ def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workloa
 
 OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
 """Rules that Llamas cannot break; see tests/trials/test_own_modules.py, and below."""
+OF_VARYING_LENGTHS = {"batching", "varying-with-cp", "dynamic"}
+"""Rules on samples of varying length; see tests/trials/test_lengths.py."""
 
 
 def test_every_rule_is_put_to_the_test():
@@ -232,7 +234,11 @@ def test_every_rule_is_put_to_the_test():
     rng, found = random.Random(0), set()
     for _ in range(1500):
         found |= broken(random_candidate(rng), awkward)
-    assert {rule.id for rule in legality.RULES} - found == {"degrees", "model-kind", *OF_OTHER_MODELS}
+    assert {rule.id for rule in legality.RULES} - found == {
+        *("degrees", "model-kind"),
+        *OF_OTHER_MODELS,
+        *OF_VARYING_LENGTHS,
+    }
 
 
 @given(CANDIDATES, WORKLOADS | OTHER_WORKLOADS)
