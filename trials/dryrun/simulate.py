@@ -467,16 +467,13 @@ def batch(spec: TrialSpec, trainer: Trainer) -> tuple[Tensor | None, Tensor | No
 def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
     model, workload = spec.workload.model, spec.workload
     rows = workload.global_batch_size // spec.candidate.layout.dp
-    if isinstance(model, LlamaModel):
+    if isinstance(model, LlamaModel | HuggingFaceModel):
         size = (rows, workload.seq_length)  # the longest micro-batch of any batching
         is_packed = spec.candidate.loader.batching == "packing"
         tokens = torch.zeros((rows, 2, workload.seq_length) if is_packed else size, dtype=torch.long)
         return tokens, torch.zeros(size, dtype=torch.long)
     if isinstance(model, LinearModel):
         return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
-    if isinstance(model, HuggingFaceModel):
-        tokens = (rows, workload.seq_length)
-        return torch.zeros(tokens, dtype=torch.long), torch.zeros(tokens, dtype=torch.long)
     if isinstance(workload.data, PythonData):
         sample = collated([open_user_data(workload.data)[0]], workload.data.dataset)
         inputs, targets = (torch.zeros((rows, *one.shape[1:]), dtype=one.dtype) for one in sample)
