@@ -362,8 +362,11 @@ def _read_lengths(value: Any, info: ValidationInfo) -> Any:
         value = _document_lengths(value["end_token"], info.data)
     elif isinstance(value, Mapping):
         value = _of_percentiles(value)
-    if not isinstance(value, list | tuple) or not all(type(one) is int and 1 <= one < 2**31 for one in value):
-        raise fault(None, f"{show(value)} are not lengths of 1 token or more", _LENGTHS_REMEDY)
+    if not isinstance(value, list | tuple):
+        raise fault(None, f"{show(value)} is not a distribution of lengths", _LENGTHS_REMEDY)
+    for place, one in enumerate(value):
+        if type(one) is not int or not 1 <= one < 2**31:
+            raise fault(str(place), f"{show(one)} is not a length of 1 token or more", _LENGTHS_REMEDY)
     ordered = sorted(value)
     if len(ordered) <= MAX_LENGTHS:
         return tuple(ordered)

@@ -105,7 +105,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(tmp_path):
         port = free.getsockname()[1]
     with pytest.raises(ClusterError, match=f"nothing responds at 127.0.0.1:{port}.*ray start"):
         connect(ClusterRequest(address=f"127.0.0.1:{port}"), workdir=tmp_path)
-    with pytest.raises(ClusterError, match="host:port"):
+    with pytest.raises(ClusterError, match="HOST:PORT"):
         connect(ClusterRequest(address="head"), workdir=tmp_path)
 
 

@@ -277,7 +277,7 @@ def drop_nothing(config: Any) -> None:
 
 def _logits(module: nn.Module, x: Tensor) -> Tensor:
     places = {}
-    if x.dim() == 3:  # packed rows: their positions separate the documents
+    if x.dim() == 3 and not x.is_floating_point():  # packed rows: their positions separate the documents
         x, places["position_ids"] = x.unbind(1)
     logits: Tensor = module(input_ids=x, use_cache=False, **places).logits
     return logits

@@ -52,6 +52,7 @@ def is_meant(path, bad):
         ("gate", "command", 0),
         ("gate", "command", 1),
         ("profile", "output"),
+        ("space", "precision", 2, "keep_fp32", 0),
     )
     optional = (
         *free_text[:3],
@@ -64,9 +65,12 @@ def is_meant(path, bad):
         ("space", "precision", 1, "dtype"),
         ("baseline", "precision", "dtype"),
         ("workload", "data", "path"),
+        ("workload", "data", "lengths"),
+        ("workload", "optimizer", "clip_norm"),
         ("cluster", "devices_per_node"),
         ("cluster", "device_memory"),
         ("space", "world_size"),
+        ("space", "stage_layers", 2, "offset"),
         ("workload", "seq_length"),
         ("baseline", "precision", "loss_scale"),
         ("space", "precision", 1, "loss_scale"),

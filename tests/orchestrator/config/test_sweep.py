@@ -310,7 +310,7 @@ def test_lengths_come_from_a_list_percentiles_a_file_or_the_documents_of_a_token
 @pytest.mark.parametrize(
     ("lengths", "reason"),
     [
-        ([0, 5], "not lengths"),
+        ([0, 5], "not a length"),
         ({"p10": 5, "p100": 8}, "rise from p0 to p100"),
         ({"p0": 5, "p100": 2}, "rise from p0 to p100"),
         ({"end_token": 2}, "requires a token file"),

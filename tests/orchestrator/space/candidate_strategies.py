@@ -119,6 +119,7 @@ def random_loader(rng):
         persistent_workers=rng.random() < 0.5,
         full_batch=rng.random() < 0.5,
         tuning=rng.choice([None, None, LoaderTuning(), LoaderTuning(max_workers=2)]),
+        batching=rng.choice([*["padding"] * 10, "packing", "buckets"]),
     )
 
 
@@ -131,6 +132,7 @@ def random_kernels(rng):
         cudnn_tuning_range=rng.choice([(), (), (1, 4), (3, 2), (1,)]),
         memory_format=rng.choice(["nchw", "nhwc", "auto"]),
         loss_chunks=rng.choice([*[1] * 8, 2, 8]),
+        dynamic=rng.random() < 0.1,
     )
 
 

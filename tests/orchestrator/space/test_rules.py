@@ -223,8 +223,6 @@ def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workloa
 
 OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
 """Rules that Llamas cannot break; see tests/trials/test_own_modules.py, and below."""
-OF_VARYING_LENGTHS = {"batching", "varying-with-cp", "dynamic"}
-"""Rules on samples of varying length; see tests/trials/test_lengths.py."""
 
 
 def test_every_rule_is_put_to_the_test():
@@ -235,9 +233,10 @@ def test_every_rule_is_put_to_the_test():
     for _ in range(1500):
         found |= broken(random_candidate(rng), awkward)
     assert {rule.id for rule in legality.RULES} - found == {
-        *("degrees", "model-kind"),
+        "degrees",
+        "model-kind",
+        "varying-with-cp",
         *OF_OTHER_MODELS,
-        *OF_VARYING_LENGTHS,
     }
 
 
@@ -355,4 +354,5 @@ def test_one_device_runs_every_plain_candidate(candidate, workload):
     assume(plain.kernels.loss_chunks <= plain.micro_batch_size * workload.seq_length)
     assume(plain.kernels.compile == "off" or not plain.offload.activations)
     assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
+    assume(plain.loader.batching == "padding" and not plain.kernels.dynamic)
     assert broken(plain, workload, topology(1)) == set()
