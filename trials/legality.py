@@ -480,6 +480,15 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
     return "compile with tp and recompute requires tp_engine local: torch cannot compile recomputed DTensors"
 
 
+def _compile_select_with_ep(_workload: Workload, candidate: Candidate) -> str | None:
+    """The exchange between experts runs outside of the graph, and changes a tensor that the policy has kept."""
+    if candidate.kernels.compile == "off" or candidate.layout.ep == 1:
+        return None
+    if not any(any(row) for part in candidate.recompute.selective for row in part.num_layers):
+        return None
+    return "compile with ep and selective recompute is not supported: use full recompute, or compile off"
+
+
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
     """A CUDA graph replays into the memory it was captured with.
 
@@ -675,6 +684,7 @@ CANDIDATE_RULES = make_rules(
         "layout.tp layout.tp_engine recompute kernels.compile",
         _compile_recompute_with_dtensor,
     ),
+    ("compile-select-with-ep", "layout recompute kernels.compile", _compile_select_with_ep),
     ("cuda-graphs", "layout micro_batch_size kernels.compile kernels.compile_mode", _cuda_graphs),
     ("amp-lists-with-compile", "precision kernels.compile", _amp_lists_with_compile),
     ("loss-chunks", "layout.cp micro_batch_size kernels.loss_chunks", _loss_chunks),

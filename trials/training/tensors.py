@@ -6,6 +6,7 @@ freed memory that the C library keeps, code, and Python's objects.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 
@@ -46,7 +47,9 @@ def live_storages() -> dict[int, int]:
     for item in gc.get_objects():
         if type(item) in (Tensor, torch.nn.Parameter) and item.device.type == "cpu":
             storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            # Compiled graphs leave tensors behind whose storage they have taken.
+            with contextlib.suppress(RuntimeError):
+                storages[storage.data_ptr()] = storage.nbytes()
     return {address: size for address, size in storages.items() if size}
 
 

@@ -148,6 +148,11 @@ BROKEN_WHEN = {
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
     ),
     "compile-with-zbv": lambda c, w: c.kernels.compile != "off" and c.layout.schedule == "zbv",
+    "compile-select-with-ep": lambda c, w: (
+        c.kernels.compile != "off"
+        and c.layout.ep > 1
+        and any(any(row) for part in c.recompute.selective for row in part.num_layers)
+    ),
     "compile-recompute-with-dtensor": lambda c, w: (
         c.kernels.compile != "off"
         and c.layout.tp > 1
