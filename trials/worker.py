@@ -58,7 +58,7 @@ from trials.spec import Loader, Protocol, TrialSpec, Workload
 from trials.training.loop import Trainer, max_over_ranks
 from trials.training.measure import Measurer, PeakMemory, RankDevice, Recording
 from trials.training.memory_format import choose_memory_format
-from trials.training.tensors import peak_of_step
+from trials.training.tensors import MAX_PASSES, peak_of_step
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -178,7 +178,8 @@ def _train(trial: TrialSpec, identity: RankIdentity, own: RankDevice, progress: 
         devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
-    if is_host(device):  # after all that is recorded, because it is one more step
+    num_passes = trial.candidate.num_microbatches(trial.workload.global_batch_size)
+    if is_host(device) and num_passes <= MAX_PASSES:  # after all that is recorded, because it is one more step
         peaks = dataclasses.replace(peaks, allocated=peak_of_step(measurer.run_unrecorded, dataset))
         trainer.wait_for_values()
     report = _report(trial, identity, device, recording, peaks, findings)

@@ -182,7 +182,7 @@ def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(t
         workload={"seq_length": 1024, "global_batch_size": 64},
         space={"dp_replicate": [1], "micro_batch_size": [1, 8, 64]},
         baseline={"dp_replicate": 1, "micro_batch_size": 1},
-        cluster={"device_memory": "260MiB"},
+        cluster={"device_memory": "200MiB"},
         measure={"max_warmup_steps": 1},
         deadlines={"starting_s": 6},
     )

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+MAX_PASSES = 16
+"""Most micro-batches of a traced step: the trace grows with them, and counts towards the memory limit of the rank."""
+
 
 def peak_of_step(step: Callable[[], object], others: object = None) -> int:
     """Run a step in steady state, which ends with the tensors that it began with. Return the largest sum of live
