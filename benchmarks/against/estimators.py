@@ -39,7 +39,6 @@ def rows() -> Iterator[Row]:
                 unit=unit,
                 ours=tuple(max(one[place], 0.01 if unit == "%" else 0.0) for one in ours),
                 peer=tuple(one[place] for one in judged),
-                note=f"{len(CASES)} cases: {'; '.join(CASES)}. Errors below 0.01% count as 0.01%." if not place else "",
             )
 
 

@@ -34,7 +34,6 @@ def rows() -> Iterator[Row]:
         unit="ms",
         ours=tuple(ours for ours, _ in taken),
         peer=tuple(plain for _, plain in taken),
-        note=f"{NUM_TRIALS} trials on SQLite",
     )
 
 

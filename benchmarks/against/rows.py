@@ -15,7 +15,6 @@ class Row:
     unit: str
     ours: tuple[float, ...]
     peer: tuple[float, ...]
-    note: str = ""
 
     def __post_init__(self) -> None:
         if not self.ours or len(self.ours) != len(self.peer):
@@ -33,8 +32,9 @@ class Row:
     def cells(self) -> list[str]:
         low, high = min(self.ratios), max(self.ratios)
         spread = f"{figure(low)} to {figure(high)}" if len(self.ratios) > 1 else "one pair"
-        ours, peer = (figure(statistics.median(values)) for values in (self.ours, self.peer))
-        return [self.what, self.peer_name, f"{ours} {self.unit}", f"{peer} {self.unit}", figure(self.ratio), spread]
+        unit = self.unit if self.unit == "%" else f" {self.unit}"
+        ours, peer = (figure(statistics.median(values)) + unit for values in (self.ours, self.peer))
+        return [self.what, self.peer_name, ours, peer, figure(self.ratio), spread]
 
 
 TITLES = ("what", "compared with", "tune-cluster", "other tool", "ratio", "range")
