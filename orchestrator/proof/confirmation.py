@@ -553,13 +553,14 @@ def soak_memory(run: Measurement, limit_bytes: int | None, searched: Measurement
     if growth > 0 and limit_bytes is not None:
         full_at = run.num_warmup_steps + len(sizes) + max(0, math.floor((limit_bytes - sizes[-1]) / growth))
     reserved, allocated = max(run.peak_reserved_bytes, default=0), max(run.peak_allocated_bytes, default=0)
+    has_allocator = bool(run.device_name)  # on CPUs, what is reserved is the growth of the process
     return SoakMemory(
         first_bytes=int(first),
         last_bytes=int(last),
         growth_bytes=growth,
         limit_bytes=limit_bytes,
         full_at_step=full_at,
-        fragmentation=1 - allocated / reserved if reserved >= allocated > 0 else None,
+        fragmentation=1 - allocated / reserved if has_allocator and reserved >= allocated > 0 else None,
         longest_sample=_longest(run),
         longest_measured=0 if searched is None else _longest(searched),
     )

@@ -11,7 +11,7 @@ from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from orchestrator.objective import Objective
-from orchestrator.proof.confirmation import MAX_PAIRS, MAX_STEPS, MIN_STEPS, judge_soak, num_steps
+from orchestrator.proof.confirmation import MAX_PAIRS, MAX_STEPS, MIN_STEPS, judge_soak, num_steps, soak_memory
 from tests.cluster import gangs, scripts
 from tests.support.story import measured
 from trials.files import to_json
@@ -111,7 +111,8 @@ def test_memory_that_would_be_full_later_disqualifies(own, base, limit, answer, 
 def test_fragmentation_and_longer_samples_are_noted():
     script = [Findings(script=ScriptReport(longest_sample=length)) for length in (512, 900)]
     own = run(0.07, step_memory_bytes=SHAPES["flat"], peak_allocated_bytes=(60,), peak_reserved_bytes=(100,))
-    own = replace(own, findings=script[1])
+    assert soak_memory(own, None, None).fragmentation is None, "a CPU has no caching allocator"
+    own = replace(own, findings=script[1], device_name="H100")
     searched = replace(own, findings=script[0])
     report = judge_soak(1, [(own, run(0.1, seed=1))], (0.02, 4), Objective(), searched=searched)
     assert report.memory.fragmentation == pytest.approx(0.4)
