@@ -422,6 +422,7 @@ def judge_soak(
     *,
     limit_bytes: int | None = None,
     searched: Measurement | None = None,
+    on_cpu: bool = False,
 ) -> SoakReport | None:
     """Judge the pairs; None while another pair is needed.
 
@@ -430,7 +431,7 @@ def judge_soak(
         limit_bytes: memory of a rank; None if unknown.
         searched: the finalist's measurement in the search.
     """
-    memory = soak_memory(pairs[-1][0], limit_bytes, searched)
+    memory = soak_memory(pairs[-1][0], limit_bytes, searched, on_cpu=on_cpu)
     first, last = (_pooled(pairs, objective, third) for third in (0, 2))
     steps = sum(len(own.step_times_s) for own, _ in pairs)
     seconds = math.fsum(math.fsum(own.step_times_s) for own, _ in pairs)
@@ -538,8 +539,13 @@ def _interval(found: Estimate) -> RatioInterval:
     )
 
 
-def soak_memory(run: Measurement, limit_bytes: int | None, searched: Measurement | None) -> SoakMemory | None:
-    """Summarize memory in a longer run; None if the memory of its steps is unknown."""
+def soak_memory(
+    run: Measurement, limit_bytes: int | None, searched: Measurement | None, *, on_cpu: bool = False
+) -> SoakMemory | None:
+    """Summarize memory in a longer run; None if the memory of its steps is unknown.
+
+    CPUs have no caching allocator to be fragmented: what counts as reserved there is the growth of the process.
+    """
     sizes = run.step_memory_bytes[run.num_warmup_steps :]
     if len(sizes) < MIN_STEPS or not all(sizes):
         return None
@@ -553,14 +559,13 @@ def soak_memory(run: Measurement, limit_bytes: int | None, searched: Measurement
     if growth > 0 and limit_bytes is not None:
         full_at = run.num_warmup_steps + len(sizes) + max(0, math.floor((limit_bytes - sizes[-1]) / growth))
     reserved, allocated = max(run.peak_reserved_bytes, default=0), max(run.peak_allocated_bytes, default=0)
-    has_allocator = bool(run.device_name)  # on CPUs, what is reserved is the growth of the process
     return SoakMemory(
         first_bytes=int(first),
         last_bytes=int(last),
         growth_bytes=growth,
         limit_bytes=limit_bytes,
         full_at_step=full_at,
-        fragmentation=1 - allocated / reserved if has_allocator and reserved >= allocated > 0 else None,
+        fragmentation=1 - allocated / reserved if reserved >= allocated > 0 and not on_cpu else None,
         longest_sample=_longest(run),
         longest_measured=0 if searched is None else _longest(searched),
     )

@@ -353,7 +353,13 @@ def soak_report(state: SweepState, finalist: int) -> SoakReport | None:
     noise = pair_noise([one for one in scores if len(one) > 1])
     searched = state.trials[finalist].measurement
     return judge_soak(
-        finalist, complete, noise, state.objective, limit_bytes=state.sweep.rank_memory_bytes, searched=searched
+        finalist,
+        complete,
+        noise,
+        state.objective,
+        limit_bytes=state.sweep.rank_memory_bytes,
+        searched=searched,
+        on_cpu=state.sweep.devices.device_kind == "cpu",
     )
 
 
