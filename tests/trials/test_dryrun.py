@@ -105,7 +105,7 @@ def _split_experts(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute"])
+@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute", "ZeRO-1 x2", "DDP x2"])
 def test_peak_of_split_experts_is_that_of_a_real_run(name):
     """With equal shares, as the real router gives here; all tokens on one rank take more."""
     spec = _split_experts(name)
