@@ -17,6 +17,7 @@ from trials.spec import (
     Data,
     HuggingFaceModel,
     ImageFolderData,
+    LatentAttention,
     Layout,
     LinearModel,
     LlamaModel,
@@ -233,6 +234,19 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+def _latent_attention(workload: Workload, candidate: Candidate) -> str | None:
+    """Narrow projections stay whole on every tensor-parallel rank, and have their own order of parts."""
+    if not isinstance(workload.model, LlamaModel) or workload.model.latent is None:
+        return None
+    if candidate.layout.tp > 1 and candidate.layout.tp_engine == "dtensor":
+        return f"tp {candidate.layout.tp} of latent attention requires tp_engine local or auto"
+    if candidate.precision.is_fp8:
+        return (
+            f"precision {candidate.precision.level} does not support latent attention; use {candidate.precision.base}"
+        )
+    return None
+
+
 def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
     """Experts are spread over the ranks that share the other weights."""
     layout, model = candidate.layout, workload.model
@@ -252,6 +266,11 @@ def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
 def has_experts(model: Model) -> bool:
     """Whether the runner trains a mixture of experts for this model."""
     return isinstance(model, LlamaModel) and model.experts is not None
+
+
+def has_latent_attention(model: Model) -> bool:
+    """Whether the runner trains a decoder with latent attention for this model."""
+    return isinstance(model, LlamaModel) and model.latent is not None
 
 
 # ---- context parallelism ----
@@ -350,6 +369,7 @@ LAYOUT_RULES = make_rules(
     ("copies", "layout micro_batch_size", _copies),
     ("experts", "layout precision.level", _experts_layout),
     ("expert-parallel", "layout", _expert_parallel),
+    ("latent-attention", "layout.tp layout.tp_engine precision", _latent_attention),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
@@ -756,7 +776,7 @@ def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:
     if isinstance(model, LlamaModel):
         yield "hidden_size", model.hidden_size
         heads = model.num_heads + 2 * model.num_kv_heads
-        yield "size of all queries, keys and values", heads * (model.hidden_size // model.num_heads)
+        yield "size of all queries, keys and values", heads * model.head_size
         yield "ffn_hidden_size", model.ffn_hidden_size
     elif isinstance(model, LinearModel) and tp == 1:
         yield "size", model.size
@@ -878,11 +898,22 @@ def _workload_problems(workload: Workload) -> Iterator[str]:
         yield f"model kind {model.kind} cannot train on data kind {data.kind}"
 
 
+def _latent_problems(model: LlamaModel, latent: LatentAttention) -> Iterator[str]:
+    if model.num_kv_heads != model.num_heads:
+        yield f"latent attention has as many key-value heads as heads: num_kv_heads {model.num_kv_heads}"
+    if latent.qk_rope_head_dim % 2:
+        yield f"qk_rope_head_dim {latent.qk_rope_head_dim} is odd; rotary embeddings rotate pairs"
+    if latent.v_head_dim > model.head_size:
+        yield f"v_head_dim {latent.v_head_dim} exceeds the {model.head_size} of queries and keys"
+
+
 def _llama_problems(model: LlamaModel) -> Iterator[str]:
-    if model.hidden_size % model.num_heads:
+    if model.latent is not None:
+        yield from _latent_problems(model, model.latent)
+    elif model.hidden_size % model.num_heads:
         yield f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}"
-    elif (model.hidden_size // model.num_heads) % 2:
-        yield f"head size {model.hidden_size // model.num_heads} is odd; rotary embeddings rotate pairs"
+    elif model.head_size % 2:
+        yield f"head size {model.head_size} is odd; rotary embeddings rotate pairs"
     if model.num_heads % model.num_kv_heads:
         yield f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
     if (experts := model.experts) is not None:

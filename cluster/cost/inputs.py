@@ -47,6 +47,9 @@ class CostInputs:
     num_heads: Array
     num_kv_heads: Array
     head_dim: Array
+    attention_params: Array
+    """Weights of a layer's attention, of which tensor parallelism takes a share; 0: those of heads that make up its
+    width, and of key-value heads. Weights that every tensor-parallel rank holds whole count ``tp`` times."""
     vocab: Array
     seq_length: Array
     gated: Array
@@ -238,6 +241,7 @@ DEFAULTS: Mapping[str, float] = {
     "shared_ffn": 0.0,
     "ep": 1.0,
     "whole_experts": 0.0,
+    "attention_params": 0.0,
 }
 """Defaults of fields that rows may omit."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
-from trials.spec import GATHERED, Counts, Experts, LlamaModel, Recompute, Schedule
+from trials.spec import GATHERED, Counts, Experts, LatentAttention, LlamaModel, Recompute, Schedule
 
 # ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
 #
@@ -121,7 +121,8 @@ def work_of(x: CostInputs) -> Work:
     """Return the work of each candidate."""
     tokens = x.micro_batch_size * x.seq_length / x.cp
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
-    used = x.hidden * (2 * width + 2 * kv_width) + dense_params(x)
+    attention_params = np.where(x.attention_params > 0, x.attention_params, x.hidden * (2 * width + 2 * kv_width))
+    used = attention_params + dense_params(x)
     layer_params = used + x.whole_experts * (x.tp - 1) * unsplit_params(x)
     expert_params = routed_params(x)
     # Fused kernels skip the masked half of the scores. Their head sizes are multiples of 32; other heads are padded
@@ -211,17 +212,45 @@ class Operator:
 def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
     """Return the operators of :class:`trials.models.built_in.Block` by path; fused attention skips the masked half."""
     h, f = model.hidden_size, model.ffn_hidden_size
-    kv = h // model.num_heads * model.num_kv_heads
     return {
         "attention_norm.rms_norm": Operator(h, 0, 2 * h),
-        "attention.wqkv.linear": Operator(0, 2 * h * (h + 2 * kv)),
-        "attention.addcmul": Operator(h + kv, 0, 3 * (h + kv)),
-        "attention.contiguous": Operator(kv, 0, 2 * kv),
-        "attention.scaled_dot_product_attention": Operator(h, 4 * seq_length * h * 0.5),
-        "attention.wo.linear": Operator(0, 2 * h * h),
+        **(_attention_operators(model) if model.latent is None else _latent_operators(model, model.latent)),
+        "attention.scaled_dot_product_attention": Operator(
+            model.num_heads * model.head_size, 4 * seq_length * model.num_heads * model.head_size * 0.5
+        ),
+        "attention.wo.linear": Operator(0, 2 * h * model.num_heads * model.value_size),
         "add": Operator(h, 0, 3 * h),
         "feed_forward_norm.rms_norm": Operator(h, 0, 2 * h),
         **(_dense_operators(h, f) if model.experts is None else _expert_operators(h, model.experts)),
+    }
+
+
+def _attention_operators(model: LlamaModel) -> dict[str, Operator]:
+    h, kv = model.hidden_size, model.head_size * model.num_kv_heads
+    return {
+        "attention.wqkv.linear": Operator(0, 2 * h * (h + 2 * kv)),
+        "attention.addcmul": Operator(h + kv, 0, 3 * (h + kv)),
+        "attention.contiguous": Operator(kv, 0, 2 * kv),
+    }
+
+
+def _latent_operators(model: LlamaModel, latent: LatentAttention) -> dict[str, Operator]:
+    h, heads, rank, common = model.hidden_size, model.num_heads, latent.q_lora_rank, latent.kv_lora_rank
+    qk, turned = heads * model.head_size, latent.qk_rope_head_dim
+    keys_and_values = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    queries = {
+        "attention.wq_a.linear": Operator(rank, 2 * h * rank),
+        "attention.q_norm.rms_norm": Operator(rank, 0, 2 * rank),
+    }
+    return {
+        **(queries if rank else {}),
+        "attention.wq_b.linear": Operator(0, 2 * (rank or h) * qk),
+        "attention.wkv_a.linear": Operator(common, 2 * h * (common + turned)),
+        "attention.kv_norm.rms_norm": Operator(common, 0, 2 * common),
+        "attention.wkv_b.linear": Operator(0, 2 * common * keys_and_values),
+        "attention.addcmul": Operator(0, 0, 3 * (heads + 1) * turned),
+        "attention.cat": Operator(2 * qk, 0, 4 * qk),
+        "attention.pad": Operator(qk, 0, 2 * qk),
     }
 
 

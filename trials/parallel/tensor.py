@@ -24,7 +24,15 @@ from torch.overrides import wrap_torch_function
 
 from trials.failure import InfeasibleSpec
 from trials.models import ImportedModel
-from trials.models.built_in import Block, Head, Llama, SubLayer
+from trials.models.built_in import (
+    Attention,
+    Block,
+    FeedForward,
+    Head,
+    Llama,
+    MultiHeadLatentAttention,
+    SubLayer,
+)
 from trials.models.experts import MixtureOfExperts
 from trials.models.model import SUM_GRADIENTS, TrainModel, matches
 from trials.parallel.mesh import Group, LocalShard, Pending, ShardMap, finish, group_of, launch, reduced, start, wait
@@ -221,26 +229,41 @@ def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) ->
         split |= {f"layers.{number}.{name}.weight": dim for name, dim in names.items()}
         if isinstance(layer.feed_forward, MixtureOfExperts) and not sequence_parallel:
             layer.feed_forward.positions = RankPositions(crossing)
-    norms = _norm_weights(model) if sequence_parallel else []
+    norms = [
+        name
+        for name in _norm_weights(model)
+        if sequence_parallel or name.endswith(("attention.q_norm.weight", "attention.kv_norm.weight"))
+    ]
+    norms += [name for name, _ in model.named_parameters() if name.endswith(("attention.wq_a.weight", "wkv_a.weight"))]
     return ShardMap(
         shards={name: LocalShard(dim=dim, index=group.rank, num_shards=group.size) for name, dim in split.items()},
         partial=frozenset([*norms, *_weights_of_mixtures(model)]),
     )
 
 
+_PROJECTIONS: dict[type[SubLayer], tuple[tuple[str, ...], str]] = {
+    Attention: (("wqkv",), "wo"),
+    MultiHeadLatentAttention: (("wq_b", "wkv_b"), "wo"),
+    FeedForward: (("w13",), "w2"),
+}
+"""Projections of a sub-layer that are split by output features, and the one that is split by input features."""
+
+
 def _split_block(block: Block, crossing: Borders) -> dict[str, int]:
     """Split projections into a sub-layer by output features, and those out of it by input features."""
     split = {}
-    for name, inner, outer in (("attention", "wqkv", "wo"), ("feed_forward", "w13", "w2")):
+    for name in ("attention", "feed_forward"):
         sub_layer: Any = getattr(block, name)
         if isinstance(sub_layer, MixtureOfExperts):
             continue
         sub_layer.enter, sub_layer.leave = crossing.enter, crossing.leave
-        for projection, dim in ((inner, 0), (outer, 1)):
+        into, outer = _PROJECTIONS[type(sub_layer)]
+        for projection, dim in (*((inner, 0) for inner in into), (outer, 1)):
             _split_linear(getattr(sub_layer, projection), dim, crossing.group.size)
             split[f"{name}.{projection}"] = dim
+        inner, *others = into
         # Other types of linear modules have their own computation.
-        if crossing.entrance is not None and type(getattr(sub_layer, inner)) is nn.Linear:
+        if crossing.entrance is not None and not others and type(getattr(sub_layer, inner)) is nn.Linear:
             sub_layer.enter = crossing.entrance
             setattr(sub_layer, inner, ColumnLinear(getattr(sub_layer, inner).weight, crossing))
     return split
