@@ -273,6 +273,10 @@ NO_EXPERTS = lacking(
     severity="error",
 )
 """Setting of formats that describe dense decoders."""
+NO_LATENT = lacking(
+    "workload.model.llama.latent", "latent attention is not exported to this format; use torchrun", severity="error"
+)
+"""The same for multi-head latent attention."""
 NO_EXPERT_PARALLEL = lacking(
     "layout.ep", "experts are not split over ranks in this format; use torchrun or megatron", severity="error"
 )

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    NO_LATENT,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -565,6 +566,7 @@ ROWS: tuple[Setting, ...] = (
         _read_data_parallel,
     ),
     NO_EXPERTS,
+    NO_LATENT,
     NO_EXPERT_PARALLEL,
     lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, like ddp"),
     sharded_from(

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    NO_LATENT,
     VARYING_LENGTHS,
     all_of,
     is_uniform,
@@ -440,6 +441,7 @@ ROWS: tuple[Setting, ...] = (
     switch("layout.sequence_parallel", "sequence_parallel", matters=lambda candidate: candidate.layout.tp > 1),
     own_collectives("Paddle always uses explicit collectives, like tp_engine local", lambda found: found[TP]),
     NO_EXPERTS,
+    NO_LATENT,
     NO_EXPERT_PARALLEL,
     lacking("layout.num_copies", "micro-batches are not split", in_overlays=True),
     row(

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    NO_LATENT,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -459,6 +460,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.rope_theta", "model_spec.rope_theta"),
     option(f"{LLAMA}.norm_eps", "model_spec.norm_eps"),
     NO_EXPERTS,
+    NO_LATENT,
     NO_EXPERT_PARALLEL,
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),

@@ -229,15 +229,10 @@ def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) ->
         split |= {f"layers.{number}.{name}.weight": dim for name, dim in names.items()}
         if isinstance(layer.feed_forward, MixtureOfExperts) and not sequence_parallel:
             layer.feed_forward.positions = RankPositions(crossing)
-    norms = [
-        name
-        for name in _norm_weights(model)
-        if sequence_parallel or name.endswith(("attention.q_norm.weight", "attention.kv_norm.weight"))
-    ]
-    norms += [name for name, _ in model.named_parameters() if name.endswith(("attention.wq_a.weight", "wkv_a.weight"))]
+    norms = _norm_weights(model) if sequence_parallel else []
     return ShardMap(
         shards={name: LocalShard(dim=dim, index=group.rank, num_shards=group.size) for name, dim in split.items()},
-        partial=frozenset([*norms, *_weights_of_mixtures(model)]),
+        partial=frozenset([*norms, *_weights_of_mixtures(model), *_narrow_weights(model)]),
     )
 
 
@@ -285,6 +280,13 @@ def part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
 def _norm_weights(model: Llama) -> list[str]:
     """Return the names of the norms' weights, whose gradients cover only this rank's positions."""
     return [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
+
+
+def _narrow_weights(model: Llama) -> list[str]:
+    """Return the names of latent attention's whole weights, whose gradients cover only this rank's heads."""
+    names = ("wq_a", "q_norm", "wkv_a", "kv_norm")
+    ends = tuple(f"attention.{name}.weight" for name in names)
+    return [name for name, _ in model.named_parameters() if name.endswith(ends)]
 
 
 def _weights_of_mixtures(model: Llama) -> list[str]:

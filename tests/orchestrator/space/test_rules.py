@@ -21,6 +21,7 @@ from trials import legality
 from trials.spec import (
     Candidate,
     Experts,
+    LatentAttention,
     Layout,
     LlamaModel,
     Precision,
@@ -90,6 +91,7 @@ def wrong_recompute(candidate):
 
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16)
+LATENT = LatentAttention(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 BROKEN_WHEN = {
     "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
     "tp-num-heads": lambda c, w: w.model.num_heads % c.layout.tp != 0,
@@ -138,6 +140,10 @@ BROKEN_WHEN = {
             % c.layout.ep
             > 0
         )
+    ),
+    "latent-attention": lambda c, w: (
+        w.model.latent is not None
+        and (c.precision.level in FP8 or (c.layout.tp > 1 and c.layout.tp_engine == "dtensor"))
     ),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
@@ -249,7 +255,9 @@ OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
 
 def test_every_rule_is_put_to_the_test():
     awkward = dataclasses.replace(
-        WORKLOAD, seq_length=30, model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97, experts=EXPERTS)
+        WORKLOAD,
+        seq_length=30,
+        model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97, experts=EXPERTS, latent=LATENT),
     )
     rng, found = random.Random(0), set()
     for _ in range(1500):
