@@ -35,6 +35,7 @@ from trials.spec import (
     Candidate,
     Experts,
     Kernels,
+    LatentAttention,
     Layout,
     LinearModel,
     LlamaModel,
@@ -90,6 +91,17 @@ def test_peak_of_an_imported_module_is_that_of_a_real_run(case):
     gathered = 0.05 if layout.zero_stage == 3 else 0  # gloo's clones
     for rank, run in zip(ranks, runs, strict=True):
         assert run.peak_bytes == pytest.approx(real[rank], rel=TOLERANCE + gathered)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["ZeRO-1 x2", "TP2 local"])
+def test_peak_with_latent_attention_is_that_of_a_real_run(name):
+    spec = FAMILIES[name]
+    latent = LatentAttention(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    model = dataclasses.replace(spec.workload.model, num_kv_heads=spec.workload.model.num_heads, latent=latent)
+    spec = dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model))
+    (run,) = simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])
+    assert run.peak_bytes == pytest.approx(measured_peaks(spec)[0], rel=TOLERANCE)
 
 
 def _split_experts(name):

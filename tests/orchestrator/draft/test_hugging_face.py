@@ -160,7 +160,6 @@ def test_dense_first_layers_and_shared_experts_are_read(tmp_path):
     ids=[
         "latent attention",
         "experts",
-        "groups",
         "no experts",
         "alternating",
         "t5",
