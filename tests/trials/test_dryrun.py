@@ -127,7 +127,7 @@ def test_peak_of_split_experts_is_that_of_a_real_run(name):
     real = measured_peaks(spec)[0]
     clones = 4 * num_parameters(spec.workload.model) // spec.workload.num_layers
     assert real - clones <= even.peak_bytes * (1 + TOLERANCE) and even.peak_bytes <= real * (1 + TOLERANCE)
-    assert (crowded.peak_bytes > even.peak_bytes) == (name == "ZeRO-3 x2")  # recomputed, the peak is at the head
+    assert (crowded.peak_bytes > even.peak_bytes) == ("recompute" not in name)  # else the peak is at the head
     assert crowded.flops["forward"] > even.flops["forward"]
 
 
