@@ -210,33 +210,42 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
-    """Matrices of experts are neither columns of one product nor linear modules."""
-    experts = workload.model.experts if isinstance(workload.model, LlamaModel) else None
+    """Tensor-parallel ranks hold different experts and route different positions; the rest of a layer is split."""
+    layout, experts = candidate.layout, workload.model.experts if isinstance(workload.model, LlamaModel) else None
     if experts is None:
         return None
-    if candidate.layout.tp > 1:
-        return f"tp {candidate.layout.tp}: mixtures of experts are not split by tensor parallelism; use tp 1"
     if candidate.precision.is_fp8:
         return f"precision {candidate.precision.level} does not support mixtures of experts; use O1 or O2"
-    if candidate.layout.cp > 1 and experts.capacity is not None:
-        return f"cp {candidate.layout.cp}: experts with a capacity need whole sequences; use cp 1 or capacity null"
+    if max(layout.cp, layout.tp) > 1 and experts.capacity is not None:
+        split = f"cp {layout.cp} and tp {layout.tp}"
+        return f"{split}: experts with a capacity need whole sequences; use cp 1 and tp 1, or capacity null"
+    if layout.tp == 1:
+        return None
+    if layout.ep % layout.tp:
+        return f"tp {layout.tp} keeps experts whole on different ranks: ep {layout.ep} must be a multiple of it"
+    if layout.tp_engine == "dtensor":
+        return f"tp {layout.tp} of a mixture of experts requires tp_engine local or auto"
+    if layout.num_copies > 1:
+        return "num_copies 2: mixtures of experts are not split into copies; use 1"
+    if workload.seq_length % (layout.cp * layout.tp):
+        parts = f"cp {layout.cp} x tp {layout.tp}"
+        return f"ranks route different positions: seq_length {workload.seq_length} is not divisible by {parts}"
     return None
 
 
 def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
-    """Experts are spread over the ranks that shard the other weights."""
+    """Experts are spread over the ranks that share the other weights."""
     layout, model = candidate.layout, workload.model
     if layout.ep == 1:
         return None
     experts = model.experts if isinstance(model, LlamaModel) else None
     if experts is None:
         return f"ep {layout.ep} requires a model with experts"
-    if layout.zero_stage < 2:
-        return f"ep {layout.ep} requires dp_shard above 1 with zero_stage 2 or 3"
     if experts.num_experts % layout.ep:
         return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
-    if layout.dp_shard * layout.cp % layout.ep:
-        return f"dp_shard {layout.dp_shard} x cp {layout.cp} is not divisible by ep {layout.ep}"
+    axis = "dp_shard" if layout.zero_stage else "dp_replicate"
+    if getattr(layout, axis) * layout.cp * layout.tp % layout.ep:
+        return f"{axis} {getattr(layout, axis)} x cp {layout.cp} x tp {layout.tp} is not divisible by ep {layout.ep}"
     return None
 
 
@@ -339,7 +348,7 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
-    ("experts", "layout.tp layout.cp precision.level", _experts_layout),
+    ("experts", "layout precision.level", _experts_layout),
     ("expert-parallel", "layout", _expert_parallel),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),

@@ -379,7 +379,8 @@ class Layout:
     """Chunks of layers per pipeline rank."""
     ep: int = field(default=1, metadata=ADDED_LATER)
     """Expert-parallel degree: number of parts that the experts of a layer are split into. Their ranks are some of those
-    that ``dp_shard`` and ``cp`` already count, and shard the rest of the layer as before."""
+    that ``dp_shard`` (without ZeRO ``dp_replicate``), ``cp`` and ``tp`` already count, and hold the rest of the layer
+    as before."""
     stage_layers: Counts = ()
     """Layers of every stage and chunk; ``()`` exactly when ``pp`` is 1. Stages may be uneven and empty."""
 

@@ -69,7 +69,10 @@ class CostInputs:
     shared_ffn: Array
     """Total width of the experts shared by all tokens."""
     ep: Array
-    """Ranks over which a layer's experts are distributed, a subset of the ranks with different tokens."""
+    """Ranks over which a layer's experts are distributed, a subset of the ranks with different tokens; those of tensor
+    parallelism are not counted."""
+    whole_experts: Array
+    """1: tensor-parallel ranks hold different experts, and route different positions; 0: parts of the same ones."""
 
     pp: Array
     dp_replicate: Array
@@ -234,6 +237,7 @@ DEFAULTS: Mapping[str, float] = {
     "expert_ffn": 0.0,
     "shared_ffn": 0.0,
     "ep": 1.0,
+    "whole_experts": 0.0,
 }
 """Defaults of fields that rows may omit."""
 

@@ -105,7 +105,7 @@ def _split_experts(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute"])
+@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute", "ZeRO-1 x2", "DDP x2"])
 def test_peak_of_split_experts_is_that_of_a_real_run(name):
     """With equal shares, as the real router gives here; all tokens on one rank take more."""
     spec = _split_experts(name)
@@ -115,7 +115,7 @@ def test_peak_of_split_experts_is_that_of_a_real_run(name):
     real = measured_peaks(spec)[0]
     clones = 4 * num_parameters(spec.workload.model) // spec.workload.num_layers
     assert real - clones <= even.peak_bytes * (1 + TOLERANCE) and even.peak_bytes <= real * (1 + TOLERANCE)
-    assert (crowded.peak_bytes > even.peak_bytes) == (name == "ZeRO-3 x2")  # recomputed, the peak is at the head
+    assert (crowded.peak_bytes > even.peak_bytes) == ("recompute" not in name)  # else the peak is at the head
     assert crowded.flops["forward"] > even.flops["forward"]
 
 

@@ -112,14 +112,31 @@ BROKEN_WHEN = {
         c.layout.num_copies == 2
         and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
     ),
-    "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level in FP8),
+    "experts": lambda c, w: (
+        w.model.experts is not None
+        and (
+            c.precision.level in FP8
+            or (
+                c.layout.tp >= 2
+                and (
+                    c.layout.ep % c.layout.tp > 0
+                    or c.layout.tp_engine == "dtensor"
+                    or c.layout.num_copies == 2
+                    or w.seq_length % (c.layout.cp * c.layout.tp) > 0
+                )
+            )
+        )
+    ),
     "expert-parallel": lambda c, w: (
         c.layout.ep > 1
         and (
             w.model.experts is None
-            or c.layout.zero_stage not in (2, 3)
             or 4 % c.layout.ep > 0
-            or c.layout.dp_shard * c.layout.cp % c.layout.ep > 0
+            or (c.layout.dp_shard if c.layout.zero_stage else c.layout.dp_replicate)
+            * c.layout.cp
+            * c.layout.tp
+            % c.layout.ep
+            > 0
         )
     ),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
