@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.gaps import NO_EXPERT_PARALLEL, NO_LATENT
+from orchestrator.frameworks.mixtral import mixtral
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, custom, option, settings_of, tree
 from trials.files import read_regular
 from trials.spec import Experts, LatentAttention, LlamaModel
@@ -285,57 +286,9 @@ _FIXED = {
 }
 
 
-_EXPERTS_PATH = f"{_LLAMA}.experts"
-_OF_MIXTRAL = {
-    "num_experts": f"{MODEL_FILE}:num_local_experts",
-    "top_k": f"{MODEL_FILE}:num_experts_per_tok",
-    "ffn_hidden_size": f"{MODEL_FILE}:intermediate_size",
-}
-_REPORTS_LOGITS, _AUX = f"{MODEL_FILE}:output_router_logits", f"{MODEL_FILE}:router_aux_loss_coef"
-_NOT_OF_MIXTRAL = (f"{MODEL_FILE}:attention_bias", f"{MODEL_FILE}:mlp_bias")
-
-
 def layer_class(model: LlamaModel) -> str:
     """Name of the class of the decoder's layers in transformers."""
     return "LlamaDecoderLayer" if model.experts is None else "MixtralDecoderLayer"
-
-
-def _write_experts(builder: SettingsBuilder) -> None:
-    """Turn the Llama into a Mixtral, and refuse what that lacks."""
-    model = builder.workload.model
-    experts = model.experts if isinstance(model, LlamaModel) else None
-    if experts is None or not isinstance(model, LlamaModel):
-        return
-    for name in _NOT_OF_MIXTRAL:
-        builder.settings.pop(name, None)
-    builder.settings |= {_KIND: "mixtral", f"{MODEL_FILE}:architectures": ["MixtralForCausalLM"]}
-    builder.settings |= {name: getattr(experts, ours) for ours, name in _OF_MIXTRAL.items()}
-    for name, only in _mixtral().items():
-        value = getattr(experts, name)
-        if name == "routing" and value != only:
-            builder.warn(f"{_EXPERTS_PATH}.{name}", "exported as learned; balanced routing is for measurements")
-        elif name == "aux_loss" and value:
-            builder.settings |= {_REPORTS_LOGITS: True, _AUX: value}
-            builder.warn(f"{_EXPERTS_PATH}.{name}", "one loss over all layers instead of one per sequence and layer")
-        elif value != only:
-            builder.refuse(f"{_EXPERTS_PATH}.{name}", f"exported as transformers' Mixtral, which always has {only}")
-    if model.ffn_hidden_size != experts.ffn_hidden_size:
-        builder.warn(f"{_LLAMA}.ffn_hidden_size", "no layer has a dense feed-forward")
-
-
-def _mixtral() -> dict[str, Any]:
-    """The fields of :class:`trials.spec.Experts` that a Mixtral has no setting for, and their values."""
-    fixed = Experts(num_experts=1, top_k=1, ffn_hidden_size=1, balance_rate=0.0)
-    return {field.name: getattr(fixed, field.name) for field in fields(fixed) if field.name not in _OF_MIXTRAL}
-
-
-def _read_experts(settings: Settings) -> dict[str, Any]:
-    if settings.get(_KIND) != "mixtral":
-        return {}
-    found = {**_mixtral(), **{ours: settings[name] for ours, name in _OF_MIXTRAL.items()}}
-    if settings.get(_REPORTS_LOGITS):
-        found["aux_loss"] = settings[_AUX]
-    return {f"{_EXPERTS_PATH}.{name}": value for name, value in found.items()}
 
 
 def _write_kind(builder: SettingsBuilder) -> None:
@@ -369,7 +322,7 @@ MODEL_SETTINGS: tuple[Setting, ...] = (
     option(f"{_LLAMA}.vocab_size", f"{MODEL_FILE}:vocab_size"),
     option(f"{_LLAMA}.rope_theta", f"{MODEL_FILE}:rope_parameters.rope_theta"),
     option(f"{_LLAMA}.norm_eps", f"{MODEL_FILE}:rms_norm_eps"),
-    custom((_EXPERTS_PATH,), (*_OF_MIXTRAL.values(), _REPORTS_LOGITS, _AUX), _write_experts, _read_experts),
+    mixtral(f"{MODEL_FILE}:", "transformers", not_in_mixtral=("attention_bias", "mlp_bias")),
     NO_LATENT,
     NO_EXPERT_PARALLEL,
 )

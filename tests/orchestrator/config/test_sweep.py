@@ -434,12 +434,14 @@ ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {
 
 @pytest.mark.parametrize("key", sorted(ALL_KEYS))
 def test_every_key_is_documented_with_a_meaning(key):
-    row = next(line for line in docs().splitlines() if line.startswith(f"| `{key}` |"))
+    row = next(line for line in docs().splitlines() if re.match(rf"\| `([a-z_]+\.)*{re.escape(key)}` \|", line))
     assert all(cell.strip() for cell in row.strip("|").split("|"))
 
 
 def test_full_has_every_key_the_models_have():
-    documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE))
+    documented = set(
+        re.findall(r"^\| `(?:[a-z_]+\.)*([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE)
+    )
     assert documented == ALL_KEYS
 
 
