@@ -53,8 +53,12 @@ ROW = custom((_PATH,), (*_NAMES.values(), _BIAS), _write, _read)
 
 
 def _write_parallel(builder: SettingsBuilder) -> None:
-    if builder.candidate.layout.ep > 1:
-        builder.settings[PARALLEL_SIZE] = builder.candidate.layout.ep
+    layout = builder.candidate.layout
+    if layout.ep == 1:
+        return
+    builder.settings[PARALLEL_SIZE] = layout.ep
+    if layout.dp_shard * layout.cp * layout.tp % layout.ep:
+        builder.refuse("layout.ep", "experts are not split over replicas: use dp_shard")
 
 
 PARALLEL = custom(

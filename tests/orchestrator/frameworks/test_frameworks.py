@@ -127,6 +127,12 @@ def test_the_degree_that_splits_experts_is_written_and_read_or_refused(name):
     assert recipe(name).parse(made.files).values["layout.ep"] == (2 if name in EXPERT_PARALLEL else 1)
 
 
+def test_torchtitan_splits_no_experts_over_replicas():
+    candidate = Candidate(layout=Layout(dp_replicate=2, ep=2))
+    made = audited(recipe("torchtitan"), candidate, with_experts(EXPERTS["plain"]))
+    assert ["use dp_shard" in note.message for note in made.notes if note.knob == "layout.ep"] == [True]
+
+
 MIXTURE = Experts(
     num_experts=8, top_k=2, ffn_hidden_size=96, scores="sigmoid", balance_rate=2e-3, aux_loss=1e-4, z_loss=1e-3
 )
