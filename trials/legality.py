@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from re import _parser  # type: ignore[attr-defined]  # no public way to see what a pattern repeats
-from typing import Any
 
 from trials.failure import InfeasibleSpec
+from trials.patterns import pattern_problem
 from trials.spec import (
     Candidate,
     Counts,
@@ -378,69 +374,6 @@ LAYOUT_RULES = make_rules(
     ("ddp-with-chunks", "layout", _ddp_with_chunks),
     ("shard-embedding", "layout", _shard_embedding),
 )
-
-
-# Patterns of selective recompute: only regular expressions that match fast are accepted.
-
-
-MAX_PATTERN_CHARS = 200
-MAX_WAYS = 64**4
-"""Maximum number of ways to match one path: that for four unbounded repeats like ``.*`` in a row."""
-_PATH_CHARS = 64
-"""Length assumed for an unbounded repeat: about that of an operator's path."""
-
-
-class _NestedRepeatError(Exception):
-    """A repeated part can itself match in several ways, so that the number of ways grows exponentially."""
-
-
-@functools.lru_cache(maxsize=1024)  # every candidate has the same few patterns
-def pattern_problem(pattern: str) -> str | None:
-    """Return what is wrong with a selective-recompute pattern; None if nothing."""
-    if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
-        return f"a pattern must have 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
-    try:
-        re.compile(pattern)
-        num_ways = _ways(_parser.parse(pattern))
-    except (re.error, OverflowError, RecursionError) as error:
-        return f"the pattern {pattern!r} is not a valid regular expression: {error}"
-    except _NestedRepeatError:
-        return f"the pattern {pattern!r} repeats a part that itself repeats or branches, which can take forever"
-    if num_ways > MAX_WAYS:
-        return f"the pattern {pattern!r} has too many consecutive repeats to be matched quickly"
-    return None
-
-
-def _ways(nodes: Iterable[Any]) -> int:
-    """Return an upper bound on the number of ways in which a sequence of parsed nodes can match one path.
-
-    Raises:
-        _NestedRepeatError: their number grows exponentially.
-    """
-    return math.prod(_ways_of_node(str(code), argument) for code, argument in nodes)
-
-
-def _ways_of_node(code: str, argument: Any) -> int:
-    match code:
-        case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-            least, most, body = argument
-            num_ways = _ways(body)
-            if int(most) > 1 and num_ways > 1:
-                raise _NestedRepeatError
-            return 1 + int(min(int(most), least + _PATH_CHARS) - least) * num_ways
-        case "BRANCH":
-            return sum(map(_ways, argument[1]))
-        case "SUBPATTERN":
-            return _ways(argument[3])
-        case "ATOMIC_GROUP":
-            return _ways(argument)
-        case "ASSERT" | "ASSERT_NOT":
-            return _ways(argument[1])
-        case "GROUPREF_EXISTS":
-            _, yes, no = argument
-            return _ways(yes) + (_ways(no) if no is not None else 1)
-        case _:
-            return 1
 
 
 # Legality rules on whole candidates: recompute, kernels, precision, data reading.
@@ -837,7 +770,6 @@ __all__ = [
     "check",
     "has_sane_chunks",
     "holds_plain",
-    "pattern_problem",
     "uses_ddp",
     "violations",
 ]

@@ -53,9 +53,9 @@ from tests.orchestrator.proof import gates, play
 from tests.orchestrator.space.candidate_strategies import canonicalize
 from tests.support.story import created, ended, evidence, failures, launched, measured, not_believed, proposed
 from tests.support.sweep_files import FULL, LINEAR, RESNET, SIMULATED, SMALL, changed, topology, write
-from trials import legality
 from trials.files import from_json, to_json
 from trials.outcome import GangLost, HostOutOfMemory
+from trials.patterns import pattern_problem
 from trials.spec import Candidate, LinearModel, ResNetModel
 
 FOLDER = Path(__file__).with_name("answers")
@@ -183,7 +183,7 @@ def candidates(question):
 @kind
 def patterns(question):
     """A regular expression for names of modules: what is wrong with it."""
-    return str(legality.pattern_problem(question.replace("EMPTY", "")))
+    return str(pattern_problem(question.replace("EMPTY", "")))
 
 
 # ---- frameworks ----
