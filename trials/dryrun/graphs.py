@@ -1,0 +1,124 @@
+"""Compiled layers in a dry run: graphs partitioned as for inductor, executed with the memory of fused kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch._dynamo
+from torch import fx
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+
+from trials.dryrun.tracker import MemoryTracker
+from trials.spec import TrialSpec
+
+BACKEND = "dryrun"
+"""Name of the backend of torch.compile."""
+SIMULATED = ("inductor",)
+"""Backends whose graphs are simulated; programs of others are simulated as eager code."""
+
+
+def is_simulated(spec: TrialSpec) -> bool:
+    """Whether the trial compiles graphs that can be simulated."""
+    kernels = spec.candidate.kernels
+    return kernels.compile != "off" and kernels.backend in SIMULATED
+
+
+def with_graphs(spec: TrialSpec) -> TrialSpec:
+    """Return the trial with simulated graphs. Those of a whole model end at its layers, where memory is recorded."""
+    return _with_kernels(spec, compile="block", backend=BACKEND, compile_mode="default", dynamic=False)
+
+
+def without_graphs(spec: TrialSpec) -> TrialSpec:
+    """Return the trial without torch.compile."""
+    return _with_kernels(spec, compile="off")
+
+
+def _with_kernels(spec: TrialSpec, **changes: Any) -> TrialSpec:
+    kernels = dataclasses.replace(spec.candidate.kernels, memory_format="nchw", **changes)
+    return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
+
+
+def prepare() -> None:
+    """Load the compiler's decompositions, which takes a second, for all processes forked later."""
+    _decompositions()
+
+
+def _decompositions() -> Any:
+    return import_module("torch._inductor.compile_fx").select_decomp_table()
+
+
+_tracker: ContextVar[MemoryTracker] = ContextVar("tracker")
+
+
+@contextlib.contextmanager
+def simulated_graphs(tracker: MemoryTracker) -> Iterator[None]:
+    """Let the backend :data:`BACKEND` report to the tracker in the body."""
+    token = _tracker.set(tracker)
+    try:
+        yield
+    finally:
+        _tracker.reset(token)
+        torch._dynamo.reset()
+
+
+@register_backend(name=BACKEND)
+def _partitioned(graph: fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
+    """Decompose and partition a graph as inductor does, and interpret both parts."""
+    compiler = partial(_interpreted, _tracker.get())
+    compile_graph = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        decompositions=_decompositions,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    return compile_graph(graph, inputs)
+
+
+def _interpreted(tracker: MemoryTracker, graph: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+    stored = stored_nodes(graph.graph)
+
+    def run(args: list[Any]) -> Any:
+        return _FusedRun(graph, tracker, stored).boxed_run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _FusedRun(fx.Interpreter):
+    """One run of a graph, in which values inside fused kernels take no memory."""
+
+    def __init__(self, graph: fx.GraphModule, tracker: MemoryTracker, stored: frozenset[fx.Node]) -> None:
+        super().__init__(graph)
+        self._tracker = tracker
+        self._stored = stored
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n in self._stored:
+            return super().run_node(n)
+        with self._tracker.paused():
+            return super().run_node(n)
+
+
+def stored_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes whose results are in memory: all but the elementwise operators, reductions and views that only
+    others of these read, because one kernel computes them together."""
+    operators = get_default_op_list()
+    stored: set[fx.Node] = set()
+
+    def needs(user: fx.Node) -> bool:
+        is_view = operators.is_view(user) or user.target is operator.getitem
+        return user in stored if is_view else not operators.is_fusible(user)
+
+    for node in reversed(graph.nodes):
+        if not operators.is_fusible(node) or any(needs(user) for user in node.users):
+            stored.add(node)
+    return frozenset(stored)
