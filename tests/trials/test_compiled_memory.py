@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.dryrun.cases import FAMILIES
 from tests.trials.simulated import simulated_runs
 from trials.dryrun.estimate import DryRunRequest
 from trials.precision import autocast
@@ -82,6 +83,11 @@ def _predicted_bytes(specs):
     return [run.passes[1].live["activation"] for run in runs]
 
 
+def _peak_in_passes(run):
+    """Peak outside of the optimiser step."""
+    return max(peak.total_bytes for place, peak in run.peaks.items() if place.startswith(("forward", "backward")))
+
+
 @pytest.mark.representative("-".join(CASES[3]))
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it does itself while tracing
 @pytest.mark.parametrize(("shape", "level", "pattern", "backend"), CASES, ids=["-".join(case) for case in CASES])
@@ -99,8 +105,29 @@ def test_a_compiled_layer_keeps_less_and_does_the_same_work():
     kept = [run.passes[1].live["activation"] for run in runs]
     assert kept[3] - kept[2] < 0.9 * (kept[1] - kept[0])
     assert runs[3].flops == pytest.approx(runs[1].flops)
-    assert runs[3].peak_bytes < runs[1].peak_bytes
+    peaks = [_peak_in_passes(run) for run in runs]
+    assert peaks[3] < peaks[1]
     assert runs[3].num_parameters == runs[1].num_parameters
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DDP x2", "ZeRO-1 x2", "ZeRO-3 x2, O2 bf16", "PP2 1F1B", "TP2 DTensor", "TP2 local, sequence parallel"),
+        *("CP2 all-gather", "CP2 ring", "CP2 Ulysses", "single, O1 fp8", "single, full recompute"),
+    ],
+)
+def test_graphs_of_every_layout_are_simulated(name):
+    """Collectives and work are those of eager code, activations fewer, or as many if all of them are recomputed."""
+    spec = FAMILIES[name]
+    kernels = dataclasses.replace(spec.candidate.kernels, compile="block")
+    compiled = dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
+    plain, graphs = simulated_runs([DryRunRequest(spec=one, rank=0) for one in (spec, compiled)])
+    assert not graphs.is_upper_bound
+    assert graphs.collectives == plain.collectives
+    assert sum(graphs.flops.values()) == pytest.approx(sum(plain.flops.values()))
+    assert _peak_in_passes(graphs) <= _peak_in_passes(plain)
 
 
 @pytest.mark.filterwarnings("ignore")
