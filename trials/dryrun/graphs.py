@@ -24,6 +24,9 @@ BACKEND = "dryrun"
 """Name of the backend of torch.compile."""
 SIMULATED = ("inductor",)
 """Backends whose graphs are simulated; programs of others are simulated as eager code."""
+ALSO_FUSED = (torch.ops.aten.cat, torch.ops.aten.scatter)
+"""Operators that inductor fuses, although its partitioner does not count on it: those of rotary positions and of the
+loss, whose scattering into a constant becomes a choice by element."""
 
 
 def is_simulated(spec: TrialSpec) -> bool:
@@ -117,9 +120,12 @@ def stored_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
 
     def needs(user: fx.Node) -> bool:
         is_view = operators.is_view(user) or user.target is operator.getitem
-        return user in stored if is_view else not operators.is_fusible(user)
+        return user in stored if is_view else not is_fused(user)
+
+    def is_fused(node: fx.Node) -> bool:
+        return operators.is_fusible(node) or getattr(node.target, "overloadpacket", None) in ALSO_FUSED
 
     for node in reversed(graph.nodes):
-        if not operators.is_fusible(node) or any(needs(user) for user in node.users):
+        if not is_fused(node) or any(needs(user) for user in node.users):
             stored.add(node)
     return frozenset(stored)
