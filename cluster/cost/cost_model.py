@@ -36,7 +36,7 @@ from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_f
 from trials.legality import holds_plain
 from trials.lengths import expected_positions
 from trials.sizes import matmul_format
-from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
+from trials.spec import Candidate, Counts, HuggingFaceModel, Layout, LlamaModel, Model, Workload
 
 # ---- Converts candidates of decoder workloads to inputs of the cost model
 
@@ -238,9 +238,15 @@ def _offload(_workload: Workload, candidate: Candidate, _cluster: ClusterDescrip
     return {"offload_activations": float(offload.activations), "offload_optimizer": float(offload.optimizer)}
 
 
-def _kernels(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+def _has_loose_norms(model: Model) -> bool:
+    """Whether the module's own norms are separate operators, as transformers writes root-mean-square norms."""
+    return isinstance(model, HuggingFaceModel) and "rms_norm_eps" in model.config
+
+
+def _kernels(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
     is_compiled, attention = float(candidate.kernels.compile != "off"), candidate.kernels.attention
     return {
+        "loose_norms": float(_has_loose_norms(workload.model) and candidate.kernels.fused == "auto"),
         "fused": is_compiled,
         "compiled": is_compiled,
         "flash": float(attention != "math"),
@@ -311,7 +317,7 @@ _PARTS = (
     _Part(("precision", "kernels.matmul_precision"), _peaks),
     _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),
     _Part(("layout.dp", "layout.pp", "micro_batch_size", "loader.batching"), _batch),
-    _Part(("kernels.compile", "kernels.attention"), _kernels),
+    _Part(("kernels.compile", "kernels.attention", "kernels.fused"), _kernels),
     _Part(("offload",), _offload),
     _Part(("layout.dp", "layout.world_size", "loader.full_batch"), _reading),
     _Part(("loader.num_workers", "loader.tuning"), _reading_ahead),

@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
+    OWN_FUSED,
     REDUCES_EACH,
     VARYING_LENGTHS,
     all_of,
@@ -566,6 +567,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "call torch.set_float32_matmul_precision before training"),
     lacking("kernels.cudnn_tuning_range", "no convolutions"),
     lacking("kernels.memory_format", "no convolutions"),
+    OWN_FUSED,
     *VARYING_LENGTHS,
     *memory_savers(
         activations="--cpu-offloading-num-layers moves only the activations of Transformer Engine operators, "

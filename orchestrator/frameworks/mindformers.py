@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    OWN_FUSED,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -625,6 +626,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "the precision of fp32 multiplications is the default of the device"),
     lacking("kernels.cudnn_tuning_range", "no convolutions"),
     lacking("kernels.memory_format", "no convolutions"),
+    OWN_FUSED,
     *VARYING_LENGTHS,
     *memory_savers(),
 )

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    OWN_FUSED,
     VARYING_LENGTHS,
     all_of,
     is_uniform,
@@ -482,6 +483,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", _NO_CONVOLUTIONS),
     lacking("kernels.memory_format", _NO_CONVOLUTIONS),
+    OWN_FUSED,
     *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs("offload_recompute_inputs"),

@@ -19,6 +19,7 @@ from orchestrator.frameworks.gaps import (
     NO_EXPERT_PARALLEL,
     NO_EXPERTS,
     NO_FP32_MODULES,
+    OWN_FUSED,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -479,6 +480,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "no memory format; Llama has no convolutions"),
+    OWN_FUSED,
     *VARYING_LENGTHS,
     *memory_savers(
         loss_chunks=option("kernels.loss_chunks", "loss.num_chunks"),

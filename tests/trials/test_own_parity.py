@@ -106,6 +106,18 @@ KNOBS = {
     "replicate": {"layout": Layout(dp_replicate=2, replicate_with="fsdp2")},
     "tp": {"layout": Layout(tp=2)},
     "tp-full": {"layout": Layout(tp=2), "recompute": Recompute(full=((3,),)), "micro_batch_size": 4},
+    "fused": {"kernels": Kernels(fused="torch")},
+    "fused-zero3-O1": {
+        "layout": Layout(dp_shard=2, zero_stage=3),
+        "kernels": Kernels(fused="torch"),
+        "precision": O1,
+        "recompute": Recompute(full=((2,),)),
+    },
+    "fused-tp-pp-block": {
+        "layout": Layout(tp=2, **PIPELINE),
+        "micro_batch_size": 2,
+        "kernels": Kernels(fused="torch", compile="block", backend="aot_eager"),
+    },
     "chunks": {"kernels": Kernels(loss_chunks=3)},
     "chunks-zero3-O2": {"layout": Layout(dp_shard=2, zero_stage=3), "kernels": Kernels(loss_chunks=4), "precision": O2},
     "chunks-model": {"kernels": Kernels(loss_chunks=3, compile="model", backend="eager")},
@@ -143,6 +155,7 @@ KNOBS = {
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
 NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
+NOT_FOR |= {(model, knob) for model in ("encoder", "gpt_neox") for knob in KNOBS if "fused" in knob}
 DATASETS = {"convolver": f"{MODULE}:pictures"}
 OF_IMAGES = ("nhwc", "auto", "nhwc-zero3-O1")
 NOT_FOR |= {(model, knob) for model in MODELS for knob in KNOBS if model != "convolver" and knob in OF_IMAGES}

@@ -360,8 +360,10 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
 
 def _eager(spec: TrialSpec) -> TrialSpec:
     """Return the trial without torch.compile, which needs real tensors; compiled blocks keep no more than eager
-    ones."""
+    ones. Liger's norms keep what torch's keep, and run only on CUDA."""
     kernels = dataclasses.replace(spec.candidate.kernels, compile="off", memory_format="nchw")
+    if kernels.fused == "liger":
+        kernels = dataclasses.replace(kernels, fused="torch")
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
 

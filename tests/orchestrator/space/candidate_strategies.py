@@ -133,6 +133,7 @@ def random_kernels(rng):
         memory_format=rng.choice(["nchw", "nhwc", "auto"]),
         loss_chunks=rng.choice([*[1] * 8, 2, 8]),
         dynamic=rng.random() < 0.1,
+        fused=rng.choice(["auto", "auto", "torch", "liger"]),
     )
 
 

@@ -209,6 +209,7 @@ BROKEN_WHEN = {
         c.offload.activations and c.kernels.compile != "off" and c.kernels.compile_mode == "reduce-overhead"
     ),
     "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
+    "fused": lambda c, w: c.kernels.fused == "liger",
     "memory-format": lambda c, w: c.kernels.memory_format == "auto" and c.layout.pp > 1,
     "amp-lists": lambda c, w: (
         (c.precision.level != "O1" and bool(c.precision.white + c.precision.black))
