@@ -185,8 +185,9 @@ def changes_text(changed: Mapping[str, tuple[object, object]]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: ``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """A number of things: ``1 node``, ``2 nodes``, ``2 micro-batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def signal_name(exit_code: int | None) -> str | None:

@@ -143,7 +143,7 @@ def test_a_knob_added_by_the_steps_is_searched_trained_and_exported(tree):
             assert guarded(tree).returncode == 1, "the guards notice a knob that recipes and documents lack"
     assert run(tree, "-m", "orchestrator.config.schema").returncode == 0
     matrix = run(tree, "-m", "tests.orchestrator.frameworks.matrix")
-    document = tree / "docs" / "recipes.md"
+    document = tree / "docs" / "frameworks" / "README.md"
     text = document.read_text(encoding="utf-8")
     document.write_text(re.sub(r"^\| field \|.*?\n(?!\|)", matrix.stdout, text, count=1, flags=re.M | re.S))
     done = guarded(tree)

@@ -1,4 +1,4 @@
-"""The table of ``docs/recipes.md``: ``python -m tests.orchestrator.frameworks.matrix`` prints it."""
+"""The table of ``docs/frameworks/README.md``: ``python -m tests.orchestrator.frameworks.matrix`` prints it."""
 
 from orchestrator.frameworks.catalog import formats, recipe
 from orchestrator.frameworks.spelling import is_at_or_below

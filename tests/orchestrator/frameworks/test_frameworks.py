@@ -224,7 +224,7 @@ def test_paths_hold_a_configuration_whole():
 
 
 def test_the_document_shows_what_each_format_has_a_setting_for():
-    assert table() in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert table() in (ROOT / "docs" / "frameworks" / "README.md").read_text(encoding="utf-8")
 
 
 def forgetful(*forgotten):
