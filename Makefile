@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: sweep test test-exhaustive test-all check bench docs clean
+.PHONY: sweep test test-exhaustive test-all check bench docs dist clean
 
 sweep: $(VENV)/.run
 	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
@@ -46,6 +46,11 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "open build/site/index.html"
 
+# Sdist and wheel of the current commit: the same bytes from every clone of it.
+dist: $(VENV)/.dist
+	$(VENV)/bin/python .ci/dist.py dist
+	cd dist && sha256sum *
+
 # torch comes first, so that nothing else decides which build of it is taken.
 $(VENV)/.torch: constraints.txt
 	@echo "setting up $(VENV): this takes some minutes once"
@@ -69,6 +74,11 @@ $(VENV)/.bench: $(VENV)/.test
 $(VENV)/.docs: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install mkdocs-material --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.dist: constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install setuptools --constraint constraints.txt
 	@touch $@
 
 clean:

@@ -3,6 +3,7 @@
     python -m benchmarks.pictures                              # runs the quickstart; live page while it confirms
     python -m benchmarks.pictures --home FOLDER --sweep NAME   # of a sweep that exists
     python -m benchmarks.pictures --parts badges,terminal
+    python -m benchmarks.pictures --parts result --home FOLDER --sweep NAME   # the README's result of its own script
 
 Needs Chromium and playwright, which the tests use too. ``tests/test_site.py`` takes the pictures of a recorded sweep.
 """
@@ -33,6 +34,7 @@ from orchestrator.sweep.snapshot import Home
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "measured" / "quickstart.md"
+README = ROOT / "README.md"
 RECORD_START, RECORD_END = "<!-- recorded by python -m benchmarks.pictures -->\n", "<!-- end of the record -->\n"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DESKTOP, PHONE = (1180, 1000), (390, 1000)
@@ -67,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def take(browser: Any, home: Path, sweep: str, out: Path, record: Path, *, parts: Sequence[str]) -> None:
+def take(
+    browser: Any, home: Path, sweep: str, out: Path, record: Path, *, readme: Path = README, parts: Sequence[str]
+) -> None:
     """The parts of a finished sweep."""
     if "live" in parts:
         live(browser, home, sweep, out)
@@ -77,6 +81,8 @@ def take(browser: Any, home: Path, sweep: str, out: Path, record: Path, *, parts
         terminal(home, sweep, record)
     if "mlflow" in parts:
         mlflow(browser, home, sweep, out)
+    if "result" in parts:
+        result(home, sweep, readme)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -158,10 +164,23 @@ def page(browser: Any, home: Path, sweep: str, out: Path) -> None:
 
 def terminal(home: Path, sweep: str, record: Path) -> None:
     """Put what ``report`` prints between the markers of ``record``."""
-    text = re.sub(r"sqlite:////\S*/", "sqlite:////.../", _run("report", sweep, home=home)).strip("\n")
-    before, _, rest = record.read_text(encoding="utf-8").partition(RECORD_START)
+    _put(re.sub(r"sqlite:////\S*/", "sqlite:////.../", _run("report", sweep, home=home)).strip("\n"), record)
+
+
+def result(home: Path, sweep: str, readme: Path) -> None:
+    """Put the headline of ``report`` and what the winner changes between the markers of ``readme``."""
+    report = _run("report", sweep, home=home)
+    headline = re.search(r"Confirmed: .*?(?=: t\d+)", re.sub(r"[\s│]+", " ", report))
+    if headline is None:
+        raise SystemExit(f"nothing was confirmed in {sweep}")
+    changes = re.findall(r"^  \S+ +\S+ +→ .*$", report, flags=re.MULTILINE)
+    _put("\n".join([headline[0], *changes]), readme)
+
+
+def _put(text: str, page: Path) -> None:
+    before, _, rest = page.read_text(encoding="utf-8").partition(RECORD_START)
     after = rest.partition(RECORD_END)[2]
-    record.write_text(f"{before}{RECORD_START}\n```\n{text}\n```\n\n{RECORD_END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{RECORD_START}\n```\n{text}\n```\n\n{RECORD_END}{after}", encoding="utf-8")
 
 
 def mlflow(browser: Any, home: Path, sweep: str, out: Path) -> None:

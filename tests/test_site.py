@@ -59,9 +59,11 @@ def test_pages_fit_the_window(site, browser, width):
 
 def test_the_script_takes_every_picture_of_a_sweep(browser, tmp_path):
     cli_homes.keep(tmp_path / "home", "proven", proof_story.proof_events()).close()
-    record = tmp_path / "quickstart.md"
+    record, readme = tmp_path / "quickstart.md", tmp_path / "README.md"
     shutil.copy(pictures.RECORD, record)
-    pictures.take(browser, tmp_path / "home", "proven", tmp_path, record, parts=("live", "page", "terminal"))
+    shutil.copy(pictures.README, readme)
+    parts = ("live", "page", "terminal", "result")
+    pictures.take(browser, tmp_path / "home", "proven", tmp_path, record, readme=readme, parts=parts)
     for name in ("live", "live-phone", "live-trial", "page"):
         with Image.open(tmp_path / f"{name}.png") as taken, Image.open(IMAGES / f"{name}.png") as shown:
             assert taken.width == shown.width
@@ -71,6 +73,8 @@ def test_the_script_takes_every_picture_of_a_sweep(browser, tmp_path):
     before, shown = (path.read_text(encoding="utf-8") for path in (pictures.RECORD, record))
     assert shown.partition(pictures.RECORD_START)[0] == before.partition(pictures.RECORD_START)[0]
     assert "Confirmed" in shown and "Confirmation" in shown
+    block = readme.read_text(encoding="utf-8").partition(pictures.RECORD_START)[2].partition(pictures.RECORD_END)[0]
+    assert re.search(r"^Confirmed: .*x .*\n  \w+ +\S+ +→ ", block, re.MULTILINE), block
 
 
 def test_badges_are_true(tmp_path):

@@ -59,7 +59,7 @@ def plan_attention(
 
     ``capability`` is the CUDA compute capability if known; a dry run assumes Ampere or later.
     """
-    kernel = _usual(device, dtype, model.hidden_size // model.num_heads, capability) if wanted == "auto" else wanted
+    kernel = _usual(device, dtype, model.head_size, capability) if wanted == "auto" else wanted
     is_grouped = model.num_kv_heads < model.num_heads
     # torch's math kernel repeats them itself.
     takes_grouped = kernel in TAKES_GROUPED.get(device, frozenset()) or (kernel == "math" and device in TAKES_GROUPED)

@@ -388,7 +388,7 @@ def _attends_to_parts(layout: Layout) -> bool:
 def _tried(plan: AttentionPlan, model: LlamaModel, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values to try a kernel with; all require gradients, as in training."""
     q, k, v = (
-        torch.zeros(1, heads, _TRIED_POSITIONS, model.hidden_size // model.num_heads, dtype=plan.dtype, device=device)
+        torch.zeros(1, heads, _TRIED_POSITIONS, model.head_size, dtype=plan.dtype, device=device)
         for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     )
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -410,7 +410,7 @@ def _check_attention(spec: TrialSpec, model: LlamaModel, device: torch.device) -
         dtype = attention_plan(spec, model, device).dtype
         raise InfeasibleSpec(
             f"attention {wanted!r} is not available on this {device.type} device for {dtype} with head size "
-            f"{model.hidden_size // model.num_heads}; use one of: auto, "
+            f"{model.head_size}; use one of: auto, "
             f"{', '.join(available)}"
         )
 

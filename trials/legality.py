@@ -17,6 +17,7 @@ from trials.spec import (
     Data,
     HuggingFaceModel,
     ImageFolderData,
+    LatentAttention,
     Layout,
     LinearModel,
     LlamaModel,
@@ -210,39 +211,66 @@ def _copies(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
-    """Matrices of experts are neither columns of one product nor linear modules."""
-    experts = workload.model.experts if isinstance(workload.model, LlamaModel) else None
+    """Tensor-parallel ranks hold different experts and route different positions; the rest of a layer is split."""
+    layout, experts = candidate.layout, workload.model.experts if isinstance(workload.model, LlamaModel) else None
     if experts is None:
         return None
-    if candidate.layout.tp > 1:
-        return f"tp {candidate.layout.tp}: mixtures of experts are not split by tensor parallelism; use tp 1"
     if candidate.precision.is_fp8:
         return f"precision {candidate.precision.level} does not support mixtures of experts; use O1 or O2"
-    if candidate.layout.cp > 1 and experts.capacity is not None:
-        return f"cp {candidate.layout.cp}: experts with a capacity need whole sequences; use cp 1 or capacity null"
+    if max(layout.cp, layout.tp) > 1 and experts.capacity is not None:
+        split = f"cp {layout.cp} and tp {layout.tp}"
+        return f"{split}: experts with a capacity need whole sequences; use cp 1 and tp 1, or capacity null"
+    if layout.tp == 1:
+        return None
+    if layout.ep % layout.tp:
+        return f"tp {layout.tp} keeps experts whole on different ranks: ep {layout.ep} must be a multiple of it"
+    if layout.tp_engine == "dtensor":
+        return f"tp {layout.tp} of a mixture of experts requires tp_engine local or auto"
+    if layout.num_copies > 1:
+        return "num_copies 2: mixtures of experts are not split into copies; use 1"
+    if workload.seq_length % (layout.cp * layout.tp):
+        parts = f"cp {layout.cp} x tp {layout.tp}"
+        return f"ranks route different positions: seq_length {workload.seq_length} is not divisible by {parts}"
+    return None
+
+
+def _latent_attention(workload: Workload, candidate: Candidate) -> str | None:
+    """Narrow projections stay whole on every tensor-parallel rank, and have their own order of parts."""
+    if not isinstance(workload.model, LlamaModel) or workload.model.latent is None:
+        return None
+    if candidate.layout.tp > 1 and candidate.layout.tp_engine == "dtensor":
+        return f"tp {candidate.layout.tp} of latent attention requires tp_engine local or auto"
+    if candidate.precision.is_fp8:
+        return (
+            f"precision {candidate.precision.level} does not support latent attention; use {candidate.precision.base}"
+        )
     return None
 
 
 def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
-    """Experts are spread over the ranks that shard the other weights."""
+    """Experts are spread over the ranks that share the other weights."""
     layout, model = candidate.layout, workload.model
     if layout.ep == 1:
         return None
     experts = model.experts if isinstance(model, LlamaModel) else None
     if experts is None:
         return f"ep {layout.ep} requires a model with experts"
-    if layout.zero_stage < 2:
-        return f"ep {layout.ep} requires dp_shard above 1 with zero_stage 2 or 3"
     if experts.num_experts % layout.ep:
         return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
-    if layout.dp_shard * layout.cp % layout.ep:
-        return f"dp_shard {layout.dp_shard} x cp {layout.cp} is not divisible by ep {layout.ep}"
+    axis = "dp_shard" if layout.zero_stage else "dp_replicate"
+    if getattr(layout, axis) * layout.cp * layout.tp % layout.ep:
+        return f"{axis} {getattr(layout, axis)} x cp {layout.cp} x tp {layout.tp} is not divisible by ep {layout.ep}"
     return None
 
 
 def has_experts(model: Model) -> bool:
     """Whether the runner trains a mixture of experts for this model."""
     return isinstance(model, LlamaModel) and model.experts is not None
+
+
+def has_latent_attention(model: Model) -> bool:
+    """Whether the runner trains a decoder with latent attention for this model."""
+    return isinstance(model, LlamaModel) and model.latent is not None
 
 
 # ---- context parallelism ----
@@ -339,8 +367,9 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size", _copies),
-    ("experts", "layout.tp layout.cp precision.level", _experts_layout),
+    ("experts", "layout precision.level", _experts_layout),
     ("expert-parallel", "layout", _expert_parallel),
+    ("latent-attention", "layout.tp layout.tp_engine precision", _latent_attention),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
     ("virtual-stages", "layout", _virtual_stages),
@@ -747,7 +776,7 @@ def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:
     if isinstance(model, LlamaModel):
         yield "hidden_size", model.hidden_size
         heads = model.num_heads + 2 * model.num_kv_heads
-        yield "size of all queries, keys and values", heads * (model.hidden_size // model.num_heads)
+        yield "size of all queries, keys and values", heads * model.head_size
         yield "ffn_hidden_size", model.ffn_hidden_size
     elif isinstance(model, LinearModel) and tp == 1:
         yield "size", model.size
@@ -869,11 +898,22 @@ def _workload_problems(workload: Workload) -> Iterator[str]:
         yield f"model kind {model.kind} cannot train on data kind {data.kind}"
 
 
+def _latent_problems(model: LlamaModel, latent: LatentAttention) -> Iterator[str]:
+    if model.num_kv_heads != model.num_heads:
+        yield f"latent attention has as many key-value heads as heads: num_kv_heads {model.num_kv_heads}"
+    if latent.qk_rope_head_dim % 2:
+        yield f"qk_rope_head_dim {latent.qk_rope_head_dim} is odd; rotary embeddings rotate pairs"
+    if latent.v_head_dim > model.head_size:
+        yield f"v_head_dim {latent.v_head_dim} exceeds the {model.head_size} of queries and keys"
+
+
 def _llama_problems(model: LlamaModel) -> Iterator[str]:
-    if model.hidden_size % model.num_heads:
+    if model.latent is not None:
+        yield from _latent_problems(model, model.latent)
+    elif model.hidden_size % model.num_heads:
         yield f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}"
-    elif (model.hidden_size // model.num_heads) % 2:
-        yield f"head size {model.hidden_size // model.num_heads} is odd; rotary embeddings rotate pairs"
+    elif model.head_size % 2:
+        yield f"head size {model.head_size} is odd; rotary embeddings rotate pairs"
     if model.num_heads % model.num_kv_heads:
         yield f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
     if (experts := model.experts) is not None:

@@ -203,12 +203,14 @@ def _decoder_flops_per_token(model: LlamaModel, seq_length: float) -> float:
     """Return ``6 N + 12 L H Q T`` FLOPs.
 
     Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward. Attention's
-    two matmuls add ``12 L H Q T`` for L layers, ``H Q = hidden_size`` and T = ``seq_length``; as in the paper,
+    two matmuls add ``12 L H Q T`` for L layers, H heads of size Q (on average over keys and values, which differ in
+    size with latent attention) and T = ``seq_length``; as in the paper,
     causality is not discounted. N excludes the embedding table, which is looked up, not multiplied, and the experts
     that a token does not pass.
     """
     multiplied = num_active_parameters(model) - model.vocab_size * model.hidden_size
-    return 6.0 * multiplied + 12.0 * model.num_layers * model.hidden_size * seq_length
+    width = model.num_heads * (model.head_size + model.value_size)
+    return 6.0 * multiplied + 6.0 * model.num_layers * width * seq_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,5 +310,23 @@ def matmul_format(candidate: Candidate) -> NumberFormat:
 def _num_block_parameters(model: LlamaModel) -> int:
     """Count query, key, value and output projections, the three SwiGLU matrices and two norms."""
     hidden = model.hidden_size
-    kv_size = hidden // model.num_heads * model.num_kv_heads
-    return 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * model.ffn_hidden_size + 2 * hidden
+    return num_attention_weights(model) + 3 * hidden * model.ffn_hidden_size + 2 * hidden
+
+
+def num_attention_weights(model: LlamaModel) -> int:
+    """Count the weights of a layer's attention."""
+    hidden, heads, latent = model.hidden_size, model.num_heads, model.latent
+    if latent is None:
+        return 2 * hidden * hidden + 2 * hidden * model.head_size * model.num_kv_heads
+    queries = (latent.q_lora_rank or hidden) * heads * model.head_size
+    keys_and_values = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return queries + keys_and_values + heads * latent.v_head_dim * hidden + num_narrowing_weights(model)
+
+
+def num_narrowing_weights(model: LlamaModel) -> int:
+    """Count the weights of latent attention before and in its narrow vectors, which tensor parallelism leaves whole."""
+    hidden, latent = model.hidden_size, model.latent
+    if latent is None:
+        return 0
+    narrow = latent.q_lora_rank + latent.kv_lora_rank
+    return hidden * (narrow + latent.qk_rope_head_dim) + narrow

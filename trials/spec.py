@@ -46,6 +46,22 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI, arXiv 2405.04434): keys and values of all heads are projections of one
+    narrow vector per position, and positions are in a part of the heads that the keys share."""
+
+    kv_lora_rank: int
+    """Width of the vector of keys and values."""
+    qk_nope_head_dim: int
+    """Size of a query or key without its rotary part."""
+    qk_rope_head_dim: int
+    """Size of the rotary part."""
+    v_head_dim: int
+    q_lora_rank: int = 0
+    """Width of the vector of the queries; 0: they are projected from the hidden states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaModel:
     """Shape of a Llama-style decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head)."""
 
@@ -60,6 +76,25 @@ class LlamaModel:
     norm_eps: float = 1e-5
     experts: Experts | None = None
     """Replaces the feed-forward of all layers but the first ``num_dense_layers``; None: a dense model."""
+    latent: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
+    """Replaces grouped-query attention; then ``num_kv_heads`` equals ``num_heads``."""
+
+    @property
+    def head_size(self) -> int:
+        """Size of a query or key."""
+        if self.latent is None:
+            return self.hidden_size // self.num_heads
+        return self.latent.qk_nope_head_dim + self.latent.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Size of the part of a query or key that is rotated by its position."""
+        return self.head_size if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of a value."""
+        return self.head_size if self.latent is None else self.latent.v_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +414,8 @@ class Layout:
     """Chunks of layers per pipeline rank."""
     ep: int = field(default=1, metadata=ADDED_LATER)
     """Expert-parallel degree: number of parts that the experts of a layer are split into. Their ranks are some of those
-    that ``dp_shard`` and ``cp`` already count, and shard the rest of the layer as before."""
+    that ``dp_shard`` (without ZeRO ``dp_replicate``), ``cp`` and ``tp`` already count, and hold the rest of the layer
+    as before."""
     stage_layers: Counts = ()
     """Layers of every stage and chunk; ``()`` exactly when ``pp`` is 1. Stages may be uneven and empty."""
 

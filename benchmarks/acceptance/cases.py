@@ -109,3 +109,16 @@ CASES = (
         measures=True,
     ),
 )
+
+LAYOUTS: Mapping[str, tuple[Step, ...]] = {
+    "mixtral-8x7b-ascend": (
+        Step(name="ModelLink: PP8 DP2 EP2", published=1054, knobs={}),
+        Step(
+            name="MindFormers: PP2 DP8 EP8",
+            published=1678,
+            knobs={"pp": 2, "dp_shard": 8, "ep": 8, "zero_stage": 3},
+        ),
+    ),
+    "deepseek-v3-h800": (Step(name="DeepSeek-V3: PP16 DP128 EP64", published=1543, knobs={}),),
+}
+"""Published layouts of mixtures of experts by the shipped sweep that starts from them: predicted, without a goal."""

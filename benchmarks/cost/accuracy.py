@@ -1,6 +1,6 @@
 """How well the cost model predicts published measurements of sources it has not seen.
 
-    python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--experts] [--json]
+    python -m benchmarks.cost.accuracy --table measured.csv [--table more.csv ...] [--experts] [--min-length N] [--json]
 
 For every source the prior is the one fitted without that source. Then 0, 3, 5 or 10 random rows of a family (same
 source, software, device and number format) calibrate the model for the family's other rows: step times, by the
@@ -303,12 +303,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_tables(parser)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--experts", action="store_true", help="only mixtures of experts")
+    parser.add_argument("--min-length", type=int, default=0, help="only sequences of at least so many tokens")
     parser.add_argument("--draws", type=int, default=NUM_DRAWS)
     parser.add_argument("--processes", type=int, default=NUM_PROCESSES)
     options = parser.parse_args(argv)
     rows, notes = read_tables(options.tables, parser)
     if options.experts:
         rows = [row for row in rows if is_mixture(row.fields)]
+    rows = [row for row in rows if float(row["seq_len"] or 0) >= options.min_length]
     result = {**evaluate(rows, options.draws, options.processes), "notes": notes}
     if options.json:
         json.dump(result, sys.stdout, indent=1)

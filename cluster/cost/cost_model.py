@@ -35,7 +35,7 @@ from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.legality import holds_plain
 from trials.lengths import expected_positions
-from trials.sizes import matmul_format
+from trials.sizes import matmul_format, num_attention_weights, num_narrowing_weights
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
 # ---- Converts candidates of decoder workloads to inputs of the cost model
@@ -111,7 +111,7 @@ def _model(workload: Workload, _candidate: Candidate, _cluster: ClusterDescripti
         "ffn": model.ffn_hidden_size,
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.hidden_size // model.num_heads,
+        "head_dim": model.head_size,
         "vocab": model.vocab_size,
         "seq_length": workload.seq_length,
         "gated": 1.0,
@@ -119,6 +119,13 @@ def _model(workload: Workload, _candidate: Candidate, _cluster: ClusterDescripti
         "tied": 0.0,
         "trained_share": 1.0,
     }
+
+
+def _attention_params(model: LlamaModel, tp: int) -> float:
+    """Weights of latent attention, in which values are padded to the size of keys; 0 for other attention."""
+    if model.latent is None:
+        return 0.0
+    return float(num_attention_weights(model) + (tp - 1) * num_narrowing_weights(model))
 
 
 def _experts(model: LlamaModel) -> dict[str, float]:
@@ -152,7 +159,9 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "cp": layout.cp,
         "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
-        "ep": layout.ep,
+        "attention_params": _attention_params(_decoder(workload), layout.tp),
+        "ep": max(1.0, layout.ep / layout.tp),
+        "whole_experts": float(layout.ep > 1 and layout.tp > 1),
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),

@@ -47,6 +47,9 @@ class CostInputs:
     num_heads: Array
     num_kv_heads: Array
     head_dim: Array
+    attention_params: Array
+    """Weights of a layer's attention, of which tensor parallelism takes a share; 0: those of heads that make up its
+    width, and of key-value heads. Weights that every tensor-parallel rank holds whole count ``tp`` times."""
     vocab: Array
     seq_length: Array
     gated: Array
@@ -69,7 +72,10 @@ class CostInputs:
     shared_ffn: Array
     """Total width of the experts shared by all tokens."""
     ep: Array
-    """Ranks over which a layer's experts are distributed, a subset of the ranks with different tokens."""
+    """Ranks over which a layer's experts are distributed, a subset of the ranks with different tokens; those of tensor
+    parallelism are not counted."""
+    whole_experts: Array
+    """1: tensor-parallel ranks hold different experts, and route different positions; 0: parts of the same ones."""
 
     pp: Array
     dp_replicate: Array
@@ -234,6 +240,8 @@ DEFAULTS: Mapping[str, float] = {
     "expert_ffn": 0.0,
     "shared_ffn": 0.0,
     "ep": 1.0,
+    "whole_experts": 0.0,
+    "attention_params": 0.0,
 }
 """Defaults of fields that rows may omit."""
 

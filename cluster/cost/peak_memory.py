@@ -172,7 +172,8 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
     matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
     outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
-    outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
+    num_gathered = 2 - x.whole_experts * x.expert_share
+    outer = outer + num_gathered * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
     ffn = inner_width(x)
     inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * ffn) / x.tp
     # Rows sent to experts, and rows that return to be weighted.

@@ -13,6 +13,7 @@ from cluster.cost.work import (
     COMPILED_TRAFFIC_SHARE,
     Work,
     exchanged_bytes,
+    exchanging_ranks,
     is_first,
     is_last,
     pipeline_seconds,
@@ -130,7 +131,7 @@ def low_precision_gain(x: CostInputs, k: Coefficients) -> Array:
 def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Return the seconds of the forward matmuls of a layer's routed experts: each multiplies the rows it received."""
     peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
-    width = np.maximum(x.expert_ffn, 1.0) / x.tp
+    width = np.maximum(x.expert_ffn, 1.0) / np.where(x.whole_experts > 0, 1.0, x.tp)
     flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=base, rows=rows, on_cores=x.on_cores)
     into = flops_per_s(columns=(1 + x.gated) * width, depth=x.hidden)
     out = flops_per_s(columns=x.hidden, depth=width)
@@ -249,7 +250,9 @@ def collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Arra
     hides behind the other half's computation.
     """
     latency = x.num_copies * k["collective_latency_s"]
-    seconds = 2 * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + latency)
+    # Mixtures with whole experts gather their result from the ranks, or with sequence parallelism nothing.
+    of_mixture = x.whole_experts * x.expert_share * np.where(x.sequence_parallel > 0, 1.0, 0.5)
+    seconds = (2 - of_mixture) * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + latency)
     matmuls = k["gather_overlap"] * work.matmul_flops / rate
     hidden = exposed(seconds * (1 - 1 / PARTS), matmuls, k)
     seconds = np.where(x.hides_collectives > 0, seconds / PARTS + hidden, seconds)
@@ -296,7 +299,7 @@ def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array
     """Return the seconds per layer and micro-batch to send tokens to their experts and back, forward and backward."""
     inside, beyond = exchanged_bytes(x, work.tokens)
     once = inside / link_rate(x, k) + beyond / network_rate(x, k) + k["collective_latency_s"]
-    return np.where((x.ep > 1) & (x.expert_share > 0), 4 * once, 0.0)
+    return np.where((exchanging_ranks(x) > 1) & (x.expert_share > 0), 4 * once, 0.0)
 
 
 def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
-from trials.spec import GATHERED, Counts, Experts, LlamaModel, Recompute, Schedule
+from trials.spec import GATHERED, Counts, Experts, LatentAttention, LlamaModel, Recompute, Schedule
 
 # ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
 #
@@ -27,8 +27,13 @@ from trials.spec import GATHERED, Counts, Experts, LlamaModel, Recompute, Schedu
 def dense_params(x: CostInputs) -> Array:
     """Return a layer's feed-forward weights that every token passes, with the router; not divided by tp."""
     matrices = (2 + x.gated) * x.hidden
-    of_mixture = matrices * x.shared_ffn + np.where(x.num_experts > 1, x.hidden * x.num_experts, 0.0)
-    return np.asarray((1 - x.expert_share) * matrices * x.ffn + x.expert_share * of_mixture)
+    return np.asarray((1 - x.expert_share) * matrices * x.ffn + unsplit_params(x))
+
+
+def unsplit_params(x: CostInputs) -> Array:
+    """Return the weights of a mixture that every token passes, per layer: shared experts and router."""
+    shared = (2 + x.gated) * x.hidden * x.shared_ffn
+    return np.asarray(x.expert_share * (shared + np.where(x.num_experts > 1, x.hidden * x.num_experts, 0.0)))
 
 
 def routed_params(x: CostInputs) -> Array:
@@ -65,10 +70,15 @@ def exchanged_bytes(x: CostInputs, tokens: Array) -> tuple[Array, Array]:
     fast links (DeepSeek-AI, arXiv 2412.19437, section 3.2.2). Experts are chosen independently of their place.
     """
     vectors = tokens * x.hidden * x.compute_bytes / x.tp * x.expert_share
-    inside = np.clip(np.floor(x.domain_size / x.tp), 1, x.ep)
-    domains = x.ep / inside
+    inside = np.clip(np.floor(x.domain_size * exchanging_ranks(x) / (x.ep * x.tp)), 1, exchanging_ranks(x))
+    domains = exchanging_ranks(x) / inside
     reached = (domains - 1) * (1 - (1 - 1 / domains) ** x.experts_per_token)
     return np.asarray(vectors * x.experts_per_token * (inside - 1) / inside), np.asarray(vectors * reached)
+
+
+def exchanging_ranks(x: CostInputs) -> Array:
+    """Return the number of ranks that a rank exchanges tokens with, including itself."""
+    return np.asarray(x.ep * np.where(x.whole_experts > 0, x.tp, 1.0))
 
 
 HEAD_STEP = 32
@@ -82,7 +92,8 @@ class Work:
     tokens: Array
     """Tokens of a micro-batch on one rank: divided by cp, not by tp."""
     layer_params: Array
-    """Matmul weights of one layer without routed experts; not divided by tp."""
+    """Matmul weights of one layer without routed experts; not divided by tp. Weights that every tensor-parallel rank
+    holds whole count ``tp`` times."""
     expert_params: Array
     """Matmul weights of a rank's routed experts per layer; not divided by tp."""
     matmul_flops: Array
@@ -110,7 +121,9 @@ def work_of(x: CostInputs) -> Work:
     """Return the work of each candidate."""
     tokens = x.micro_batch_size * x.seq_length / x.cp
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
-    layer_params = x.hidden * (2 * width + 2 * kv_width) + dense_params(x)
+    attention_params = np.where(x.attention_params > 0, x.attention_params, x.hidden * (2 * width + 2 * kv_width))
+    used = attention_params + dense_params(x)
+    layer_params = used + x.whole_experts * (x.tp - 1) * unsplit_params(x)
     expert_params = routed_params(x)
     # Fused kernels skip the masked half of the scores. Their head sizes are multiples of 32; other heads are padded
     # (FlashAttention-2's ``HEADDIM_SWITCH``).
@@ -128,7 +141,7 @@ def work_of(x: CostInputs) -> Work:
         tokens=tokens,
         layer_params=layer_params,
         expert_params=expert_params,
-        matmul_flops=2 * tokens * layer_params / x.tp,
+        matmul_flops=2 * tokens * used / x.tp,
         expert_flops=2 * tokens * used_params(x) / x.tp,
         attention_flops=attention,
         elementwise_bytes=elementwise,
@@ -199,17 +212,45 @@ class Operator:
 def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
     """Return the operators of :class:`trials.models.built_in.Block` by path; fused attention skips the masked half."""
     h, f = model.hidden_size, model.ffn_hidden_size
-    kv = h // model.num_heads * model.num_kv_heads
     return {
         "attention_norm.rms_norm": Operator(h, 0, 2 * h),
-        "attention.wqkv.linear": Operator(0, 2 * h * (h + 2 * kv)),
-        "attention.addcmul": Operator(h + kv, 0, 3 * (h + kv)),
-        "attention.contiguous": Operator(kv, 0, 2 * kv),
-        "attention.scaled_dot_product_attention": Operator(h, 4 * seq_length * h * 0.5),
-        "attention.wo.linear": Operator(0, 2 * h * h),
+        **(_attention_operators(model) if model.latent is None else _latent_operators(model, model.latent)),
+        "attention.scaled_dot_product_attention": Operator(
+            model.num_heads * model.head_size, 4 * seq_length * model.num_heads * model.head_size * 0.5
+        ),
+        "attention.wo.linear": Operator(0, 2 * h * model.num_heads * model.value_size),
         "add": Operator(h, 0, 3 * h),
         "feed_forward_norm.rms_norm": Operator(h, 0, 2 * h),
         **(_dense_operators(h, f) if model.experts is None else _expert_operators(h, model.experts)),
+    }
+
+
+def _attention_operators(model: LlamaModel) -> dict[str, Operator]:
+    h, kv = model.hidden_size, model.head_size * model.num_kv_heads
+    return {
+        "attention.wqkv.linear": Operator(0, 2 * h * (h + 2 * kv)),
+        "attention.addcmul": Operator(h + kv, 0, 3 * (h + kv)),
+        "attention.contiguous": Operator(kv, 0, 2 * kv),
+    }
+
+
+def _latent_operators(model: LlamaModel, latent: LatentAttention) -> dict[str, Operator]:
+    h, heads, rank, common = model.hidden_size, model.num_heads, latent.q_lora_rank, latent.kv_lora_rank
+    qk, turned = heads * model.head_size, latent.qk_rope_head_dim
+    keys_and_values = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    queries = {
+        "attention.wq_a.linear": Operator(rank, 2 * h * rank),
+        "attention.q_norm.rms_norm": Operator(rank, 0, 2 * rank),
+    }
+    return {
+        **(queries if rank else {}),
+        "attention.wq_b.linear": Operator(0, 2 * (rank or h) * qk),
+        "attention.wkv_a.linear": Operator(common, 2 * h * (common + turned)),
+        "attention.kv_norm.rms_norm": Operator(common, 0, 2 * common),
+        "attention.wkv_b.linear": Operator(0, 2 * common * keys_and_values),
+        "attention.addcmul": Operator(0, 0, 3 * (heads + 1) * turned),
+        "attention.cat": Operator(2 * qk, 0, 4 * qk),
+        "attention.pad": Operator(qk, 0, 2 * qk),
     }
 
 

@@ -1,7 +1,7 @@
 """JSON Schema and reference table of sweep files, made from the models, and the table of the short notation.
 
 ``python -m orchestrator.config.schema`` rewrites ``configs/sweeps/sweep.schema.json`` and the tables in
-``docs/sweep-file.md`` and ``docs/notation.md``; tests fail when they are out of date.
+``docs/sweep-file.md`` and ``docs/knobs.md``; tests fail when they are out of date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.space.notation import notation_table
 
 SCHEMA_FILE = "configs/sweeps/sweep.schema.json"
 DOCS_FILE = "docs/sweep-file.md"
-NOTATION_FILE = "docs/notation.md"
+NOTATION_FILE = "docs/knobs.md"
 HUGE = 10**5
 """Upper bounds this large are guards; the table omits them."""
 TABLE_START = "<!-- keys: written by python -m orchestrator.config.schema -->\n"
@@ -38,7 +38,8 @@ def schema_text() -> str:
 
 
 def key_table() -> str:
-    """One Markdown table per section: every key with type, default and meaning."""
+    """One Markdown table per section: every key with type, default and meaning. The keys of a section that only one
+    other section contains stand in that one's table, with dotted names."""
     return "\n".join(_tables(sweep_schema())) + "\n"
 
 
@@ -60,21 +61,29 @@ def _between(docs: str, start: str, table: str, end: str) -> str:
 
 def _tables(schema: dict[str, Any]) -> Iterator[str]:
     definitions = schema["$defs"]
-    yield from _table("Top level", schema, definitions)
+    yield from _table("Top level", schema, definitions, {})
     paths: dict[int, list[str]] = {}
     sections: dict[int, dict[str, Any]] = {}
     for path, definition in _sections(schema, definitions, ""):
         paths.setdefault(id(definition), []).append(path)
         sections[id(definition)] = definition
     num_alike = collections.Counter(found[0] for found in paths.values())
+    inner = {key: found[0] for key, found in paths.items() if _is_inner(found, num_alike)}
     for key, definition in sections.items():
+        if key in inner:
+            continue
         yield ""
         title = ", ".join(f"`{path}`" for path in dict.fromkeys(paths[key]))
         node = _without_knobs(definition, definitions)
         if num_alike[paths[key][0]] > 1:
             title += _kind(definition["properties"])
             node = {**node, "properties": {name: value for name, value in node["properties"].items() if name != "kind"}}
-        yield from _table(title, node, definitions)
+        yield from _table(title, node, definitions, inner, paths[key][0])
+
+
+def _is_inner(paths: list[str], num_alike: collections.Counter[str]) -> bool:
+    """Whether a section is part of one other section, and the only one of its kind there."""
+    return len(paths) == 1 and "." in paths[0] and num_alike[paths[0]] == 1
 
 
 def _without_knobs(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -102,18 +111,24 @@ def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) ->
     for key, value in node["properties"].items():
         if prefix.startswith("space.") and prefix + key != "space.inside":  # the knobs of the baseline
             continue
-        names = [name for name in definitions if f'/{name}"' in json.dumps(_without_lists(value))]
-        for name in names:
-            yield prefix + key, definitions[name]
-            yield from _sections(definitions[name], definitions, f"{prefix}{key}.")
+        for section in _sections_of(value, definitions):
+            yield prefix + key, section
+            yield from _sections(section, definitions, f"{prefix}{key}.")
+
+
+def _sections_of(value: dict[str, Any], definitions: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sections that a key may hold."""
+    text = json.dumps(_without_lists(value))
+    return [section for name, section in definitions.items() if f'/{name}"' in text]
 
 
 def _without_lists(value: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in value.items() if key != "items"}
 
 
-def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
-    required = node.get("required", [])
+def _table(
+    title: str, node: dict[str, Any], definitions: dict[str, Any], inner: dict[int, str], path: str = ""
+) -> Iterator[str]:
     yield f"### {title}"
     yield ""
     description = "" if title == "Top level" else node.get("description", "").replace("\n", " ")
@@ -125,9 +140,22 @@ def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Ite
         yield ""
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
+    yield from _rows(title, node, definitions, inner, path, "")
+
+
+def _rows(
+    title: str, node: dict[str, Any], definitions: dict[str, Any], inner: dict[int, str], path: str, prefix: str
+) -> Iterator[str]:
+    """One row per key, each followed by the rows of the section inside it; ``inner`` has the paths of such sections."""
     for key, value in node["properties"].items():
-        default = "required" if key in required else _default(value, title)
-        yield f"| `{key}` | {_type(value)} | {default} | {_cell(_description(value, definitions))} |"
+        place = f"{path}.{key}"
+        sections = [section for section in _sections_of(value, definitions) if inner.get(id(section)) == place]
+        default = "required" if key in node.get("required", []) else _default(value, title)
+        meaning = _description(value, definitions)
+        more = [text for section in sections if (text := section.get("description", "")) not in meaning]
+        yield f"| `{prefix}{key}` | {_type(value)} | {default} | {_cell(' '.join([meaning, *more]))} |"
+        for section in sections:
+            yield from _rows("", section, definitions, inner, place, f"{prefix}{key}.")
 
 
 def _description(value: dict[str, Any], definitions: dict[str, Any]) -> str:

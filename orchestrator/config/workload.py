@@ -42,6 +42,7 @@ from trials.spec import (
     Experts,
     HuggingFaceModel,
     ImageFolderData,
+    LatentAttention,
     LinearModel,
     LlamaModel,
     Model,
@@ -104,7 +105,7 @@ def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSectio
     facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
     shape = reply.get("shape")
     if shape is not None:
-        shape = {key: value for key, value in shape.items() if key not in ("kind", "experts")}
+        shape = {key: value for key, value in shape.items() if key not in ("kind", "experts", "latent")}
     return CountedSection(**to_json(facts), shape=shape)
 
 
@@ -272,6 +273,21 @@ class ExpertsSection(Section):
         return self.to(Experts)
 
 
+class LatentSection(Section):
+    """Multi-head latent attention in place of grouped-query attention."""
+
+    kv_lora_rank: Size = Field(description="Width of the vector that keys and values are projected from.")
+    qk_nope_head_dim: Size = Field(description="Size of a query or key without its rotary part.")
+    qk_rope_head_dim: Size = Field(description="Size of the rotary part of a query or key; even.")
+    v_head_dim: Size = Field(description="Size of a value; at most that of a key.")
+    q_lora_rank: int = Field(
+        default=0, ge=0, description="Width of the vector that queries are projected from; 0: the hidden states."
+    )
+
+    def to_latent(self) -> LatentAttention:
+        return self.to(LatentAttention)
+
+
 class LlamaSection(Section):
     """Shape of a Llama-style decoder."""
 
@@ -287,15 +303,21 @@ class LlamaSection(Section):
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
     experts: ExpertsSection | None = Field(default=None, description="Mixture of experts; null: a dense model.")
+    latent: LatentSection | None = Field(
+        default=None,
+        description="Multi-head latent attention, with num_kv_heads equal to num_heads; null: grouped queries.",
+    )
 
     @model_validator(mode="after")
     def _divisible(self) -> LlamaSection:
         hidden, heads = self.hidden_size, self.num_heads
-        if hidden % heads:
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif hidden % heads:
             raise fault(
                 "num_heads", f"hidden_size ({hidden}) is not a multiple of num_heads ({heads})", "Change one of them."
             )
-        if hidden // heads % 2:
+        elif hidden // heads % 2:
             raise fault(
                 "num_heads",
                 f"the size of a head is odd (hidden_size {hidden} / num_heads {heads})",
@@ -310,6 +332,20 @@ class LlamaSection(Section):
         if self.experts is not None:
             self._check_experts(self.experts)
         return self
+
+    def _check_latent(self, latent: LatentSection) -> None:
+        if self.num_kv_heads != self.num_heads:
+            raise fault(
+                "num_kv_heads", f"{self.num_kv_heads} with latent attention", f"Set it to num_heads {self.num_heads}."
+            )
+        if latent.qk_rope_head_dim % 2:
+            raise fault(
+                "latent.qk_rope_head_dim",
+                f"{latent.qk_rope_head_dim} is odd",
+                "Rotary embeddings require an even size.",
+            )
+        if latent.v_head_dim > (size := latent.qk_nope_head_dim + latent.qk_rope_head_dim):
+            raise fault("latent.v_head_dim", f"{latent.v_head_dim} exceeds the {size} of a key", "Change one of them.")
 
     def _check_experts(self, experts: ExpertsSection) -> None:
         if experts.top_k > experts.num_experts:
@@ -326,7 +362,8 @@ class LlamaSection(Section):
             )
 
     def to_model(self) -> LlamaModel:
-        return self.to(LlamaModel, experts=None if self.experts is None else self.experts.to_experts())
+        experts = None if self.experts is None else self.experts.to_experts()
+        return self.to(LlamaModel, experts=experts, latent=None if self.latent is None else self.latent.to_latent())
 
 
 class ResNetSection(Section):

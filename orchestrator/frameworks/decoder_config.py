@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.gaps import NO_EXPERT_PARALLEL
+from orchestrator.frameworks.gaps import NO_EXPERT_PARALLEL, NO_LATENT
+from orchestrator.frameworks.mixtral import mixtral
 from orchestrator.frameworks.spelling import Setting, Settings, SettingsBuilder, custom, option, settings_of, tree
 from trials.files import read_regular
-from trials.spec import Experts, LlamaModel
+from trials.spec import Experts, LatentAttention, LlamaModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class _Family:
     differences: tuple[str, ...] = ()
     experts: Mapping[str, tuple[str, ...]] | None = None
     """Keys of :class:`trials.spec.Experts`, by what the configuration calls them; None: a dense model."""
+    is_latent: bool = False
+    """Whether it has multi-head latent attention."""
 
 
 _EXPERTS: Mapping[str, tuple[str, ...]] = {
@@ -60,6 +63,8 @@ FAMILIES: Mapping[str, _Family] = {
     ),
     "qwen3_moe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "deepseek": _Family(experts=_EXPERTS),
+    "deepseek_v2": _Family(experts=_EXPERTS, is_latent=True),
+    "deepseek_v3": _Family(experts=_EXPERTS, is_latent=True),
     "dots1": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "olmoe": _Family(experts=_EXPERTS, differences=("no norms on queries and keys",)),
     "stablelm": _Family(differences=(_LAYER_NORM,)),
@@ -100,8 +105,12 @@ class Decoder:
 
     @property
     def shape(self) -> LlamaModel:
-        experts = self.keys.get("experts")
-        return LlamaModel(**{**self.keys, "experts": None if experts is None else Experts(**experts)})
+        experts, latent = self.keys.get("experts"), self.keys.get("latent")
+        parts = {
+            "experts": None if experts is None else Experts(**experts),
+            "latent": None if latent is None else LatentAttention(**latent),
+        }
+        return LlamaModel(**{**self.keys, **parts})
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -119,7 +128,9 @@ def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
     """
     family, sizes = FAMILIES.get(config.get("model_type", ""), _Family()), _sizes(config, file)
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
-    if hidden % heads or hidden // heads % 2 or heads % sizes["num_kv_heads"]:
+    if family.is_latent:
+        sizes["num_kv_heads"] = heads
+    elif hidden % heads or hidden // heads % 2 or heads % sizes["num_kv_heads"]:
         raise ConfigError(
             f"{heads} heads and {sizes['num_kv_heads']} key-value heads do not divide the width {hidden}", file=file
         )
@@ -132,6 +143,9 @@ def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
         keys["rope_theta"] = float(theta)
     if family.experts is not None:
         keys["experts"] = _experts(config, family.experts, file)
+    if family.is_latent:
+        keys["latent"] = {name: _size(config, name, file) for name in _LATENT if name != "q_lora_rank"}
+        keys["latent"] |= {"q_lora_rank": _size(config, "q_lora_rank", file)} if config.get("q_lora_rank") else {}
     differences = (*family.differences, *_differences(config, family, sizes))
     return Decoder(keys=keys, max_seq_length=sizes["max_seq_length"], differences=differences)
 
@@ -183,6 +197,17 @@ def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
     return {key: int(value) for key, value in found.items() if value is not None}
 
 
+_LATENT = tuple(field.name for field in fields(LatentAttention))
+
+
+def _size(config: Mapping[str, Any], name: str, file: Path) -> int:
+    value = config.get(name)
+    if isinstance(value, int) and value >= 1:
+        return value
+    shown = "missing" if value is None else f"{str(value)[:40]!r} is not a valid size"
+    raise ConfigError(shown, file=file, key=name, remedy="Use the config.json of a complete model.")
+
+
 def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:
     """The mixture of experts of a configuration whose every layer has one.
 
@@ -191,11 +216,7 @@ def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], fi
     """
     found: dict[str, Any] = {}
     for key, names in known.items():
-        value, name = next((config[name] for name in names if name in config), None), names[-1]
-        if not isinstance(value, int) or value < 1:
-            shown = "missing" if value is None else f"{str(value)[:40]!r} is not a valid size"
-            raise ConfigError(shown, file=file, key=name, remedy="Use the config.json of a complete model.")
-        found[key] = value
+        found[key] = _size(config, next((name for name in names if name in config), names[-1]), file)
     for name, plain in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("moe_layer_freq", 1)):
         if config.get(name, plain) not in (plain, None):
             raise ConfigError(
@@ -204,18 +225,11 @@ def _experts(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], fi
                 key=name,
                 remedy="Describe the model in a file like configs/models/moe-tiny.yaml, with experts.num_dense_layers.",
             )
-    if (groups := config.get("n_group")) not in (None, 1):
-        raise ConfigError(
-            f"{groups}: choosing experts within groups is not supported",
-            file=file,
-            key="n_group",
-            remedy="Describe the model in a file like configs/models/moe-tiny.yaml, without groups.",
-        )
     if number := config.get("first_k_dense_replace"):
         found["num_dense_layers"] = number
     if number := config.get("n_shared_experts"):
         found["shared_ffn_hidden_size"] = number * found["ffn_hidden_size"]
-    if config.get("scoring_func") == "sigmoid" or config.get("model_type") == "dots1":
+    if config.get("scoring_func") == "sigmoid" or config.get("model_type") in ("dots1", "deepseek_v3"):
         found["scores"] = "sigmoid"
     if config.get("norm_topk_prob", True) is False:
         found["normalizes"] = False
@@ -234,6 +248,14 @@ def _differences(config: Mapping[str, Any], family: _Family, sizes: Mapping[str,
         yield "an auxiliary loss per sequence and layer instead of one for all"
     if family.experts is not None and config.get("routed_scaling_factor", 1.0) not in (None, 1, 1.0):
         yield f"weights of experts not multiplied by {config['routed_scaling_factor']}"
+    if family.experts is not None and (groups := config.get("n_group")) not in (None, 1):
+        yield f"experts chosen from all groups instead of {config.get('topk_group')} of {groups}"
+    if config.get("num_nextn_predict_layers"):
+        yield "no prediction of further tokens"
+    if family.is_latent and (config.get("rope_scaling") or config.get("rope_parameters", {}).get("factor")):
+        yield "rotary positions without scaling"
+    if family.is_latent:
+        return
     head, ours = config.get("head_dim"), sizes["hidden_size"] // sizes["num_heads"]
     if head and head != ours:
         yield f"heads of size {ours} instead of {head}"
@@ -264,57 +286,9 @@ _FIXED = {
 }
 
 
-_EXPERTS_PATH = f"{_LLAMA}.experts"
-_OF_MIXTRAL = {
-    "num_experts": f"{MODEL_FILE}:num_local_experts",
-    "top_k": f"{MODEL_FILE}:num_experts_per_tok",
-    "ffn_hidden_size": f"{MODEL_FILE}:intermediate_size",
-}
-_REPORTS_LOGITS, _AUX = f"{MODEL_FILE}:output_router_logits", f"{MODEL_FILE}:router_aux_loss_coef"
-_NOT_OF_MIXTRAL = (f"{MODEL_FILE}:attention_bias", f"{MODEL_FILE}:mlp_bias")
-
-
 def layer_class(model: LlamaModel) -> str:
     """Name of the class of the decoder's layers in transformers."""
     return "LlamaDecoderLayer" if model.experts is None else "MixtralDecoderLayer"
-
-
-def _write_experts(builder: SettingsBuilder) -> None:
-    """Turn the Llama into a Mixtral, and refuse what that lacks."""
-    model = builder.workload.model
-    experts = model.experts if isinstance(model, LlamaModel) else None
-    if experts is None or not isinstance(model, LlamaModel):
-        return
-    for name in _NOT_OF_MIXTRAL:
-        builder.settings.pop(name, None)
-    builder.settings |= {_KIND: "mixtral", f"{MODEL_FILE}:architectures": ["MixtralForCausalLM"]}
-    builder.settings |= {name: getattr(experts, ours) for ours, name in _OF_MIXTRAL.items()}
-    for name, only in _mixtral().items():
-        value = getattr(experts, name)
-        if name == "routing" and value != only:
-            builder.warn(f"{_EXPERTS_PATH}.{name}", "exported as learned; balanced routing is for measurements")
-        elif name == "aux_loss" and value:
-            builder.settings |= {_REPORTS_LOGITS: True, _AUX: value}
-            builder.warn(f"{_EXPERTS_PATH}.{name}", "one loss over all layers instead of one per sequence and layer")
-        elif value != only:
-            builder.refuse(f"{_EXPERTS_PATH}.{name}", f"exported as transformers' Mixtral, which always has {only}")
-    if model.ffn_hidden_size != experts.ffn_hidden_size:
-        builder.warn(f"{_LLAMA}.ffn_hidden_size", "no layer has a dense feed-forward")
-
-
-def _mixtral() -> dict[str, Any]:
-    """The fields of :class:`trials.spec.Experts` that a Mixtral has no setting for, and their values."""
-    fixed = Experts(num_experts=1, top_k=1, ffn_hidden_size=1, balance_rate=0.0)
-    return {field.name: getattr(fixed, field.name) for field in fields(fixed) if field.name not in _OF_MIXTRAL}
-
-
-def _read_experts(settings: Settings) -> dict[str, Any]:
-    if settings.get(_KIND) != "mixtral":
-        return {}
-    found = {**_mixtral(), **{ours: settings[name] for ours, name in _OF_MIXTRAL.items()}}
-    if settings.get(_REPORTS_LOGITS):
-        found["aux_loss"] = settings[_AUX]
-    return {f"{_EXPERTS_PATH}.{name}": value for name, value in found.items()}
 
 
 def _write_kind(builder: SettingsBuilder) -> None:
@@ -348,7 +322,8 @@ MODEL_SETTINGS: tuple[Setting, ...] = (
     option(f"{_LLAMA}.vocab_size", f"{MODEL_FILE}:vocab_size"),
     option(f"{_LLAMA}.rope_theta", f"{MODEL_FILE}:rope_parameters.rope_theta"),
     option(f"{_LLAMA}.norm_eps", f"{MODEL_FILE}:rms_norm_eps"),
-    custom((_EXPERTS_PATH,), (*_OF_MIXTRAL.values(), _REPORTS_LOGITS, _AUX), _write_experts, _read_experts),
+    mixtral(f"{MODEL_FILE}:", "transformers", not_in_mixtral=("attention_bias", "mlp_bias")),
+    NO_LATENT,
     NO_EXPERT_PARALLEL,
 )
 

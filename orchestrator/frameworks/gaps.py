@@ -3,7 +3,7 @@ stage in coarser settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from orchestrator.frameworks.spelling import (
@@ -19,7 +19,7 @@ from orchestrator.frameworks.spelling import (
 )
 from orchestrator.space.file_types import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
 from trials.sizes import all_chunks
-from trials.spec import Candidate, Counts, Layout, Recompute
+from trials.spec import Candidate, Counts, Layout, Recompute, Schedule
 
 
 def present(builder: SettingsBuilder) -> Counts:
@@ -67,6 +67,18 @@ def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
         for chunk in all_chunks(layout, num_layers)
         for layer in chunk.layer_ids[: counts[chunk.chunk][chunk.stage]]
     )
+
+
+def first_layers_of(layers: Collection[int], held: Counts, schedule: Schedule = "1f1b") -> Counts | None:
+    """The inverse of :func:`layer_ids`; None unless ``layers`` are the first of every chunk and stage."""
+    layout = Layout(pp=len(held[0]), schedule=schedule, num_virtual_stages=len(held), stage_layers=held)
+    counts = [[0] * layout.pp for _ in held]
+    for chunk in all_chunks(layout, sum(map(sum, held))):
+        chosen = [layer in layers for layer in chunk.layer_ids]
+        if chosen != sorted(chosen, reverse=True):
+            return None
+        counts[chunk.chunk][chunk.stage] = sum(chosen)
+    return tuple(tuple(each) for each in counts) if any(map(any, counts)) else ()
 
 
 def refuse_stages(builder: SettingsBuilder, message: str) -> None:
@@ -273,6 +285,10 @@ NO_EXPERTS = lacking(
     severity="error",
 )
 """Setting of formats that describe dense decoders."""
+NO_LATENT = lacking(
+    "workload.model.llama.latent", "latent attention is not exported to this format; use torchrun", severity="error"
+)
+"""The same for multi-head latent attention."""
 NO_EXPERT_PARALLEL = lacking(
     "layout.ep", "experts are not split over ranks in this format; use torchrun or megatron", severity="error"
 )

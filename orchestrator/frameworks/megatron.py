@@ -17,6 +17,7 @@ from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
+    NO_LATENT,
     REDUCES_EACH,
     VARYING_LENGTHS,
     all_of,
@@ -474,6 +475,7 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.norm_eps", "--norm-epsilon", of=float),
     megatron_experts.ROW,
     megatron_experts.PARALLEL,
+    NO_LATENT,
     custom((f"{LLAMA}.rope_theta",), ("--rotary-base",), _write_rope, _read_rope),
     custom((f"{LLAMA}.vocab_size",), ("--vocab-size", "--padded-vocab-size"), _write_vocab, _read_vocab),
     custom(("workload.seq_length",), ("--seq-length",), _write_length, _read_length, overlay="read"),

@@ -16,7 +16,7 @@ SCORES, BEFORE = "--moe-router-score-function", "--moe-router-pre-softmax"
 BIAS, RATE = "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate"
 BALANCING, AUX, Z = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-z-loss-coeff"
 CAPACITY, PADS, POLICY = "--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"
-PARALLEL_SIZE = "--expert-model-parallel-size"
+PARALLEL_SIZE, TENSOR_SIZE = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 _FIXED = {"--moe-grouped-gemm": True, "--moe-token-dispatcher-type": "alltoall", "--moe-router-dtype": "fp32"}
 FLAGS = (BEFORE, BIAS, PADS, "--moe-grouped-gemm")
 """Arguments without a value."""
@@ -125,13 +125,21 @@ ROW = custom(
 
 
 def _write_parallel(builder: SettingsBuilder) -> None:
-    if builder.candidate.layout.ep > 1:
-        builder.settings[PARALLEL_SIZE] = builder.candidate.layout.ep
+    """Write the degree. Experts are whole, but by default Megatron-LM splits each over the tensor-parallel ranks."""
+    layout = builder.candidate.layout
+    if layout.ep > 1:
+        builder.settings[PARALLEL_SIZE] = layout.ep
+    if layout.ep > 1 and layout.tp > 1:
+        builder.settings[TENSOR_SIZE] = 1
+        if not layout.sequence_parallel:
+            builder.refuse("layout.ep", "experts with tensor parallelism require --sequence-parallel")
 
 
-PARALLEL = custom(
-    ("layout.ep",),
-    (PARALLEL_SIZE,),
-    _write_parallel,
-    lambda found: {"layout.ep": found.whole("layout.ep", PARALLEL_SIZE, 1)},
-)
+def _read_parallel(found: Found) -> dict[str, Any]:
+    ep, tp = found.whole("layout.ep", PARALLEL_SIZE, 1), found.whole("layout.tp", "--tensor-model-parallel-size", 1)
+    if 1 not in (ep, tp) and str(found.get(TENSOR_SIZE)) != "1":
+        found.unread("layout.ep", f"experts split by tensor parallelism as well; {TENSOR_SIZE} 1 keeps them whole")
+    return {"layout.ep": ep}
+
+
+PARALLEL = custom(("layout.ep",), (PARALLEL_SIZE, TENSOR_SIZE), _write_parallel, _read_parallel)

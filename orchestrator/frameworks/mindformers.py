@@ -12,13 +12,12 @@ from typing import Any
 
 import yaml
 
-from orchestrator.frameworks import arguments
+from orchestrator.frameworks import arguments, mindformers_experts
 from orchestrator.frameworks.arguments import Argument, Words, either_dash, read_text
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
-    NO_EXPERT_PARALLEL,
-    NO_EXPERTS,
     NO_FP32_MODULES,
+    NO_LATENT,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -564,8 +563,9 @@ ROWS: tuple[Setting, ...] = (
         _write_data_parallel,
         _read_data_parallel,
     ),
-    NO_EXPERTS,
-    NO_EXPERT_PARALLEL,
+    mindformers_experts.ROW,
+    mindformers_experts.PARALLEL,
+    NO_LATENT,
     lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, like ddp"),
     sharded_from(
         1,
@@ -733,16 +733,21 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     if missing or heads is None:
         found.warn("workload.model", f"missing from {MODEL}: {', '.join(missing)}; without it there are no predictions")
         return None
-    if config.has("moe_config.expert_num") and config.get("moe_config.expert_num", 1) > 1:
-        found.warn("workload.model", "moe_config: not a plain decoder; no predictions")
-        return None
+    experts = None
+    if int(config.get("moe_config.expert_num") or 1) > 1:
+        experts = mindformers_experts.read_experts(config.get, numbers["ffn_hidden_size"] or 0)
+        if config.get(f"{MODEL}.type") != "LlamaConfig":
+            found.warn("workload.model", f"moe_config of a {config.get(f'{MODEL}.type')}: no predictions")
+            return None
     if size is not None and size * heads != numbers["hidden_size"]:
         found.warn("workload.model", f"head_dim {size}: attention is wider than the model; predictions ignore that")
     return LlamaModel(
-        **{key: int(number or 0) for key, number in numbers.items()},  # type: ignore[arg-type]
+        **{key: int(number or 0) for key, number in numbers.items()},
+        latent=None,
         num_kv_heads=found.whole("workload.model", _name_of(config, "num_kv_heads")) or heads,
         rope_theta=float(config.get(_name_of(config, "rope_theta")) or 10000.0),
         norm_eps=float(config.get(_name_of(config, "norm_eps")) or 1e-6),
+        experts=experts,
     )
 
 

@@ -16,11 +16,11 @@ from orchestrator.frameworks import arguments, shell
 from orchestrator.frameworks.arguments import Words, either_dash
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
-    NO_EXPERT_PARALLEL,
-    NO_EXPERTS,
     NO_FP32_MODULES,
+    NO_LATENT,
     VARYING_LENGTHS,
     all_of,
+    first_layers_of,
     is_uniform,
     layer_ids,
     memory_savers,
@@ -34,6 +34,7 @@ from orchestrator.frameworks.gaps import (
     weight_decay_but_norms,
     without_pipeline,
 )
+from orchestrator.frameworks.mixtral import mixtral
 from orchestrator.frameworks.shell import WORLD_SIZE
 from orchestrator.frameworks.spelling import (
     Found,
@@ -49,9 +50,9 @@ from orchestrator.frameworks.spelling import (
     switch,
 )
 from trials.files import read_regular
+from trials.legality import has_experts
 from trials.script.command import Expected, LogFormat
-from trials.sizes import all_chunks
-from trials.spec import Counts, Layout, LlamaModel, LossScale, SelectiveRecompute
+from trials.spec import Counts, Experts, LlamaModel, LossScale, SelectiveRecompute
 
 FILE, MODEL_FILE, SCRIPT = "paddlenlp.json", "model/config.json", "paddlenlp.sh"
 MODEL = "model:"
@@ -252,6 +253,14 @@ def _read_batch(found: Found) -> dict[str, Any]:
     return {"workload.global_batch_size": found[BATCH] * found[ACCUMULATED] * _data_parallel(found)}
 
 
+def _note_experts(builder: SettingsBuilder) -> None:
+    if not has_experts(builder.workload.model):
+        return
+    for degree, what in (("pp", "pipeline stages"), ("cp", "context parallelism")):
+        if getattr(builder.candidate.layout, degree) > 1:
+            builder.refuse(f"layout.{degree}", f"PaddleNLP's Mixtral has no {what}")
+
+
 # Recompute.
 
 _GATHERED = "gathered sequence shards are kept: more memory"
@@ -312,14 +321,7 @@ def _recomputed(kept: Any, held: Counts) -> Counts | None:
     layers = [int(word) for word in str(kept or "").strip("[]").replace(",", " ").split()]
     if not layers:
         return all_of(held)
-    layout = Layout(pp=len(held[0]), num_virtual_stages=len(held), stage_layers=held)
-    counts = [[0] * layout.pp for _ in held]
-    for chunk in all_chunks(layout, sum(map(sum, held))):
-        again = [layer not in layers for layer in chunk.layer_ids]
-        if again != sorted(again, reverse=True):
-            return None
-        counts[chunk.chunk][chunk.stage] = sum(again)
-    return tuple(tuple(each) for each in counts) if any(map(any, counts)) else ()
+    return first_layers_of([layer for layer in range(sum(map(sum, held))) if layer not in layers], held)
 
 
 # Number formats, data loading, kernels.
@@ -439,8 +441,10 @@ ROWS: tuple[Setting, ...] = (
     ),
     switch("layout.sequence_parallel", "sequence_parallel", matters=lambda candidate: candidate.layout.tp > 1),
     own_collectives("Paddle always uses explicit collectives, like tp_engine local", lambda found: found[TP]),
-    NO_EXPERTS,
-    NO_EXPERT_PARALLEL,
+    mixtral(MODEL, "PaddleNLP"),
+    custom((), (), _note_experts),
+    lacking("layout.ep", "PaddleNLP's Mixtral keeps all experts of its layers on every rank", severity="error"),
+    NO_LATENT,
     lacking("layout.num_copies", "micro-batches are not split", in_overlays=True),
     row(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
@@ -612,7 +616,17 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in needed if not isinstance(config.get(key), int)]
     shape = None
-    if missing or config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts"):
+    experts = None
+    if config.get("model_type") == "mixtral" and not missing:
+        number, top_k = (int(config.get(name) or 0) for name in ("num_local_experts", "num_experts_per_tok"))
+        experts = Experts(
+            num_experts=number or 8,
+            top_k=top_k or 2,
+            ffn_hidden_size=int(config.get("intermediate_size") or 0),
+            balance_rate=0.0,
+        )
+    is_other = any(config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    if missing or (is_other and experts is None):
         where = "its config.json" if config.exists else "no config.json found in model_name_or_path"
         found.warn("workload.model", f"{where}: dimensions of the decoder are unknown; no predictions")
     else:
@@ -621,6 +635,7 @@ def _model(edit: Edit, found: Found) -> LlamaModel | None:
         dimensions = {**usual, **given}
         shape = LlamaModel(
             **{**dimensions, **{name: float(dimensions[name]) for name in ("rope_theta", "norm_eps")}},
+            experts=experts,
         )
     found.num_layers = found.whole("workload", "num_hidden_layers", shape.num_layers if shape else None)
     return dataclasses.replace(shape, num_layers=found.num_layers) if shape and found.num_layers else shape

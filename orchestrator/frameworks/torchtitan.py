@@ -12,17 +12,18 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from orchestrator.frameworks import arguments
+from orchestrator.frameworks import arguments, torchtitan_experts
 from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, either_dash, is_specified
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
-    NO_EXPERT_PARALLEL,
-    NO_EXPERTS,
     NO_FP32_MODULES,
+    NO_LATENT,
     VARYING_LENGTHS,
     all_of,
     betas,
+    first_layers_of,
     in_rows,
+    layer_ids,
     left_to_script,
     memory_savers,
     num_microbatches,
@@ -50,6 +51,7 @@ from orchestrator.frameworks.torchtitan_config import (
     FILE,
     FUNCTION,
     MODEL,
+    SELECTED,
     UNKNOWN,
     base_of,
     find,
@@ -57,9 +59,10 @@ from orchestrator.frameworks.torchtitan_config import (
     module_text,
     settings_of,
 )
+from trials.legality import has_experts
 from trials.script.command import Expected, LogFormat
 from trials.sizes import all_chunks
-from trials.spec import Layout, LlamaModel
+from trials.spec import Layout, LlamaModel, SelectiveRecompute
 
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 REPLICAS, SHARDS = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
@@ -99,7 +102,7 @@ DEFAULTS: Mapping[str, Any] = {
     MICRO: 1,
     PARTS: None,
     CP: 1,
-    "parallelism.expert_parallel_degree": 1,
+    torchtitan_experts.PARALLEL_SIZE: 1,
     COMPILE: False,
     COMPONENTS: ["model", "loss"],
     COMPILER: "inductor",
@@ -152,8 +155,8 @@ def _write_seed(builder: SettingsBuilder) -> None:
 
 def _note_unread(found: Found) -> dict[str, Any]:
     """Note settings of commands that stay unchanged and that no field describes."""
-    if found.get("parallelism.expert_parallel_degree") not in (1, "1", UNKNOWN):
-        found.unread("layout", "--parallelism.expert_parallel_degree")
+    if found.get(torchtitan_experts.PARALLEL_SIZE) not in (1, "1", UNKNOWN):
+        found.unread("layout", f"--{torchtitan_experts.PARALLEL_SIZE}")
     if found.get("training.enable_cpu_offload") is True:
         found.unread("offload.optimizer", "training.enable_cpu_offload, including weights")
     return {}
@@ -410,25 +413,45 @@ def _read_batch(found: Found) -> dict[str, Any]:
     return {knob: None if pp is None else micro, "workload.global_batch_size": total if is_specified else None}
 
 
+FULL, MODULES = f"{ACTIVATION_CHECKPOINT}.full", f"{ACTIVATION_CHECKPOINT}.modules"
+PATTERNS = ("attention", "feed_forward")
+"""Modules that exports can recompute: their outputs are not kept for the backward pass."""
+
+
 def _write_recompute(builder: SettingsBuilder) -> None:
-    recompute = builder.candidate.recompute
+    recompute, layout, number = builder.candidate.recompute, builder.candidate.layout, builder.workload.num_layers
     is_partial = recompute.full not in ((), present(builder))
     if not builder.is_export and (recompute.selective or is_partial):
         builder.refuse("recompute", "torchtitan recomputes all layers or none; selective uses a fixed list")
         return
     builder.settings[ACTIVATION_CHECKPOINT] = "full" if recompute.full else "none"
-    if is_partial:
-        builder.warn(
-            "recompute.full", "only all layers or none are supported: exported as all, so that memory suffices"
-        )
+    known = {part.pattern: part.num_layers for part in recompute.selective if part.pattern in PATTERNS}
+    if unknown := [part.pattern for part in recompute.selective if part.pattern not in PATTERNS]:
+        builder.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(PATTERNS)}")
+    if "feed_forward" in known and has_experts(builder.workload.model):
+        builder.refuse("recompute.selective", "feed_forward: experts have another name")
+        del known["feed_forward"]
+    if is_partial or known:
+        modules = {name: layer_ids(counts, layout, number) for name, counts in known.items()}
+        full = layer_ids(recompute.full, layout, number) if recompute.full else []
+        builder.settings |= {ACTIVATION_CHECKPOINT: SELECTED, FULL: full, MODULES: modules}
 
 
 def _read_recompute(found: Found) -> dict[str, Any]:
-    policy = found.get(ACTIVATION_CHECKPOINT)
+    policy, held = found.get(ACTIVATION_CHECKPOINT), found.held
     if policy == "none":
         return {"recompute.full": (), "recompute.selective": ()}
-    if policy == "full" and found.held is not None:
-        return {"recompute.full": all_of(found.held), "recompute.selective": ()}
+    if policy == "full" and held is not None:
+        return {"recompute.full": all_of(held), "recompute.selective": ()}
+    if policy == SELECTED and held is not None:
+        schedule = found.fields.get("layout.schedule", "1f1b")
+        parts = {name: first_layers_of(layers, held, schedule) for name, layers in found[MODULES].items()}
+        return {
+            "recompute.full": first_layers_of(found[FULL], held, schedule),
+            "recompute.selective": tuple(
+                SelectiveRecompute(pattern=name, num_layers=counts) for name, counts in parts.items() if counts
+            ),
+        }
     if policy != UNKNOWN:
         found.unread("recompute", f"activation-checkpoint:{policy}")
     return {}
@@ -458,8 +481,9 @@ ROWS: tuple[Setting, ...] = (
     option(f"{LLAMA}.vocab_size", VOCAB),
     option(f"{LLAMA}.rope_theta", "model_spec.rope_theta"),
     option(f"{LLAMA}.norm_eps", "model_spec.norm_eps"),
-    NO_EXPERTS,
-    NO_EXPERT_PARALLEL,
+    torchtitan_experts.ROW,
+    torchtitan_experts.PARALLEL,
+    NO_LATENT,
     row(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
         (DTYPE, COMPUTE, "training.mixed_precision_reduce", FLOAT8),
@@ -540,8 +564,12 @@ ROWS: tuple[Setting, ...] = (
         _read_data_parallel,
     ),
     row(("micro_batch_size", "workload.global_batch_size"), (LOCAL, GLOBAL, MICRO), _write_batch, _read_batch),
-    row(("recompute.full",), (ACTIVATION_CHECKPOINT,), _write_recompute, _read_recompute),
-    unable("recompute.selective", message="SelectiveAC keeps a fixed list of operators; write a subclass"),
+    row(
+        ("recompute.full", "recompute.selective"),
+        (ACTIVATION_CHECKPOINT, FULL, MODULES),
+        _write_recompute,
+        _read_recompute,
+    ),
     unable("recompute.communication", message="gathered sequence shards are kept, or recomputed with the whole layer"),
 )
 

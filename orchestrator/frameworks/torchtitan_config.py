@@ -20,7 +20,10 @@ from trials.files import read_regular
 
 FILE, FUNCTION = "tune_cluster_recipe.py", "train"
 ACTIVATION_CHECKPOINT = "activation_checkpoint"
-_FULL = "FullAC.Config"
+NUM_EXPERTS = "model_spec.num_experts"
+SELECTED = "selected"
+"""Policy of exports that recompute some layers, or modules of them."""
+_FULL, _SELECTED = "FullAC.Config", "SelectedLayers.Config"
 _CONSTRUCTORS = {
     "model_spec": "llama",
     "training": "TrainingConfig",
@@ -107,19 +110,115 @@ def cross_entropy(*, num_chunks, global_vocab_size):
 
 '''
 
+_MIXTURE = '''\
+def mixture(
+    *,
+    num_experts,
+    top_k,
+    expert_dim,
+    shared_dim,
+    n_dense_layers,
+    score_func,
+    route_norm,
+    load_balance_coeff,
+    **dense,
+):
+    """The same with experts instead of the feed-forward of all layers but the first ``n_dense_layers``."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+
+    weight = {"weight": partial(nn.init.trunc_normal_, std=0.02)}
+    inner = partial(nn.init.trunc_normal_, std=0.02)
+    outer = partial(nn.init.trunc_normal_, std=0.02 / (2 * dense["n_layers"]) ** 0.5)
+    dim, plain = dense["dim"], llama(**dense).model
+
+    def experts():
+        shared = make_ffn_config(
+            dim=dim, hidden_dim=shared_dim, w1_param_init=weight, w2w3_param_init={"weight": outer}
+        )
+        return make_moe_config(
+            num_experts=num_experts,
+            router=make_router_config(
+                dim=dim,
+                num_experts=num_experts,
+                gate_param_init=weight,
+                top_k=top_k,
+                score_func=score_func,
+                route_norm=route_norm,
+            ),
+            routed_experts=make_routed_experts_config(
+                dim=dim,
+                hidden_dim=expert_dim,
+                num_experts=num_experts,
+                top_k=top_k,
+                param_init={"w1_EFD": inner, "w2_EDF": outer, "w3_EFD": inner},
+                comm_backend="standard",
+            ),
+            shared_experts=shared if shared_dim else None,
+            load_balance_coeff=load_balance_coeff,
+        )
+
+    def layer(number, block):
+        is_dense = number < n_dense_layers
+        return qwen3.Qwen3TransformerBlock.Config(
+            attention_norm=block.attention_norm,
+            ffn_norm=block.ffn_norm,
+            attention=block.attention,
+            feed_forward=block.feed_forward if is_dense else None,
+            moe=None if is_dense else experts(),
+        )
+
+    model = qwen3.Qwen3Model.Config(
+        dim=dim,
+        vocab_size=plain.vocab_size,
+        tok_embeddings=plain.tok_embeddings,
+        norm=plain.norm,
+        lm_head=plain.lm_head,
+        layers=[layer(number, block) for number, block in enumerate(plain.layers)],
+    )
+    return replace(qwen3.model_registry("debugmodel"), flavor="tune-cluster", model=model)
+
+
+'''
+
+_SELECTED_LAYERS = '''\
+class SelectedLayers(FullAC):
+    """Recompute the layers in ``full``, and modules of other layers: numbers of layers by the module's name."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        full: list[int]
+        modules: dict[str, list[int]]
+
+    def _wrap_block(self, module, *, base_fqn=None):
+        layer = int(base_fqn.rpartition(".")[2])
+        if layer in self.config.full:
+            return super()._wrap_block(module)
+        for name, layers in self.config.modules.items():
+            if layer in layers:
+                setattr(module, name, super()._wrap_block(getattr(module, name)))
+        return module
+
+
+'''
+
 
 def module_text(settings: Mapping[str, Any], comments: Iterable[str], command: str) -> str:
     """The module's text."""
+    is_mixture, policy = NUM_EXPERTS in settings, settings[ACTIVATION_CHECKPOINT]
+    constructors = {**_CONSTRUCTORS, "model_spec": "mixture" if is_mixture else "llama"}
     parts = [
         f"        {part}={_call(constructor, _of_part(settings, part))},\n"
-        for part, constructor in _CONSTRUCTORS.items()
+        for part, constructor in constructors.items()
         if _of_part(settings, part)
     ]
-    policy = f"{_FULL}()" if settings[ACTIVATION_CHECKPOINT] == "full" else "None"
-    parts.append(f"        {ACTIVATION_CHECKPOINT}={policy},\n")
+    policies = {"full": f"{_FULL}()", SELECTED: _call(_SELECTED, _of_part(settings, ACTIVATION_CHECKPOINT))}
+    parts.append(f"        {ACTIVATION_CHECKPOINT}={policies.get(policy, 'None')},\n")
     head = _HEAD.format(command=command) + "".join(f"\n{line}" for line in comments)
     body = f"def {FUNCTION}() -> Trainer.Config:\n    return Trainer.Config(\n{''.join(parts)}    )\n"
-    return f"{head}\n{_BODY}{body}".replace("\n\n\nfrom dataclasses", "\n\nfrom dataclasses")
+    extra = (_MIXTURE if is_mixture else "") + (_SELECTED_LAYERS if policy == SELECTED else "")
+    frame = _BODY.replace("import replace", "import dataclass, replace") if policy == SELECTED else _BODY
+    return f"{head}\n{frame}{extra}{body}".replace("\n\n\nfrom dataclasses", "\n\nfrom dataclasses")
 
 
 def module_settings(text: str) -> dict[str, Any]:
@@ -157,11 +256,13 @@ def _config(module: ast.Module) -> ast.Call:
 
 
 def _read_part(part: str, value: ast.expr) -> dict[str, Any]:
-    if part == ACTIVATION_CHECKPOINT:
-        return {part: "full" if ast.unparse(value) == f"{_FULL}()" else "none"}
+    policy = {f"{_FULL}()": "full", "None": "none"}.get(ast.unparse(value))
+    if part == ACTIVATION_CHECKPOINT and policy is not None:
+        return {part: policy}
     if not isinstance(value, ast.Call):
         raise TypeError(f"{part} is not a call")
-    return {f"{part}.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in value.keywords}
+    found = {f"{part}.{keyword.arg}": ast.literal_eval(keyword.value) for keyword in value.keywords}
+    return {part: SELECTED, **found} if part == ACTIVATION_CHECKPOINT else found
 
 
 # Functions of a user's module.

@@ -650,7 +650,7 @@ KNOBS: tuple[Knob, ...] = (
         "layout.ep",
         Degree,
         "Expert-parallel degree: number of parts that the experts of every layer are split into, over some of the "
-        "ranks that dp_shard and cp already count. Requires a model with experts and zero_stage 2 or 3.",
+        "ranks that dp_shard (without ZeRO dp_replicate), cp and tp already count. Requires a model with experts.",
         Sign("ep{N}", "experts of every layer over {N} devices", lambda c: _unless(c.layout.ep, 1)),
     ),
     _knob(

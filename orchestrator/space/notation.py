@@ -104,10 +104,10 @@ def legend(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
 
 
 def notation_table() -> str:
-    """Format all signs as a Markdown table, for ``docs/notation.md``."""
+    """Format all signs as a Markdown table, for ``docs/knobs.md``."""
     lines = ["| sign | meaning | knob |", "|---|---|---|"]
     for sign in NOTATION:
-        knobs = ", ".join(f"[{knob}](knobs.md#{knob})" for knob in sign.knobs)
+        knobs = ", ".join(f"[{knob}](#{knob})" for knob in sign.knobs)
         lines.append(f"| `{sign.general}` | {sign.general_meaning} | {knobs} |")
     return "\n".join(lines) + "\n"
 

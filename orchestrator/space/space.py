@@ -22,7 +22,7 @@ from cluster.candidate_table import CandidateTable
 from orchestrator.space.file_types import layers_of, resolve_recompute, resolve_stage_layers
 from orchestrator.space.knobs import KNOBS, CustomKnob, CustomScalar, Knob, chosen, combinations
 from orchestrator.space.notation import Features, Scalar
-from trials.legality import holds_plain
+from trials.legality import has_experts, has_latent_attention, holds_plain
 from trials.spec import (
     Candidate,
     Kernels,
@@ -140,9 +140,13 @@ def _canonical(kind: type, fields: dict[str, Any], model: Model | None) -> dict[
 
 
 def engine_for(engine: str, model: Model) -> str:
-    """Return the configured engine. User modules follow a plan for tensor parallelism, which only one engine
-    supports."""
-    return "dtensor" if isinstance(model, UserModel) and engine == "auto" else engine
+    """Return the configured engine. User modules follow a plan for tensor parallelism; mixtures of experts and
+    latent attention keep some weights whole. Only one engine supports either."""
+    if engine != "auto":
+        return engine
+    if isinstance(model, UserModel):
+        return "dtensor"
+    return "local" if has_experts(model) or has_latent_attention(model) else engine
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:

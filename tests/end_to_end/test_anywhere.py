@@ -127,6 +127,19 @@ def test_a_wheel_in_an_empty_environment_runs_sweeps_in_a_folder_full_of_traps(t
     assert not Path(told.strip()).is_relative_to(ROOT)
 
 
+@pytest.mark.exhaustive
+def test_two_clones_build_the_same_files(tmp_path):
+    made = []
+    for name, umask in (("one", 0o022), ("two", 0o077)):
+        clone, dist = tmp_path / name, tmp_path / f"{name}-dist"
+        subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True, umask=umask)
+        build = [sys.executable, ".ci/dist.py", dist]
+        subprocess.run(build, cwd=clone, env=outside(), check=True, umask=umask, capture_output=True)
+        made.append({path.name: path.read_bytes() for path in dist.iterdir()})
+    assert len(made[0]) == 2
+    assert made[0] == made[1]
+
+
 @pytest.fixture(autouse=True)
 def no_path_to_the_sources(request, monkeypatch):
     """The wheel is to be found, not this tree."""

@@ -14,7 +14,7 @@ from trials.parallel.data_parallel import Bucket, BucketedReplica, Kind, Peers, 
 from trials.parallel.mesh import HeldParameter
 from trials.training.optimizer import HostAdamW, LocalAdamW
 
-HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False), Kind(torch.float32, 1, False)
+HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False, None), Kind(torch.float32, 1, False, None)
 
 
 def test_buckets_fill_from_the_last_parameter_on_and_come_in_the_order_in_which_they_are_full():
@@ -52,8 +52,8 @@ def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_us
     torch.manual_seed(0)
     plain, model = Picture(), Picture()
     model.load_state_dict(plain.state_dict())
-    kinds = {parameter: Kind(torch.float32, 1, False) for parameter in model.parameters()}
-    replica = BucketedReplica(model, kinds, peers, torch.device("cpu"))
+    kinds = {parameter: Kind(torch.float32, 1, False, peers) for parameter in model.parameters()}
+    replica = BucketedReplica(model, kinds, torch.device("cpu"))
     model.conv.weight.data = model.conv.weight.data.contiguous(memory_format=torch.channels_last)
     ours = LocalAdamW(replica.buckets, lr=1e-2)
     theirs = LocalAdamW([HeldParameter(parameter) for parameter in plain.parameters()], lr=1e-2)
@@ -80,8 +80,8 @@ def test_gradients_are_reduced_while_the_backward_pass_runs(peers, monkeypatch):
     monkeypatch.setattr("trials.parallel.data_parallel.BUCKET_BYTES", 1)
     monkeypatch.setattr("trials.parallel.data_parallel.SLICE_BYTES", 1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    kinds = {parameter: Kind(torch.float32, 1, False) for parameter in model.parameters()}
-    replica = BucketedReplica(model, kinds, peers, torch.device("cpu"))
+    kinds = {parameter: Kind(torch.float32, 1, False, peers) for parameter in model.parameters()}
+    replica = BucketedReplica(model, kinds, torch.device("cpu"))
     begun = []
     x = torch.randn(2, 4)
     hidden = model[0](x)
@@ -109,9 +109,9 @@ class Training:
         torch.manual_seed(0)
         layers = [nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(4)]
         model = nn.Sequential(*layers)
-        kinds = {parameter: Kind(dtype, 1, False) for parameter in model.parameters()}
+        kinds = {parameter: Kind(dtype, 1, False, Peers(group, group)) for parameter in model.parameters()}
         with self.watch:
-            self.replica = BucketedReplica(model, kinds, Peers(group, group), CPU, layers)
+            self.replica = BucketedReplica(model, kinds, CPU, layers)
         held = self.replica.buckets[::-1]
         self.optimizer = HostAdamW(held, CPU) if on_host else LocalAdamW(held)
         self._dtype = dtype

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trials.gang import differences, run_gang
+from tests.trials.gang import RankFailure, differences, run_gang
 from tests.trials.initial import check_all
 from tests.trials.parity_knobs import read_rows, spec_of
 from tests.trials.test_parity import NEUTRAL, name_of, tolerances
@@ -20,7 +20,7 @@ from trials.dryrun.tracker import fake_process_group
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
-from trials.parallel.mesh import build_mesh
+from trials.parallel.mesh import DATA_AXES, build_mesh, flat_mesh
 from trials.spec import Experts, with_learned_routing
 from trials.training.loop import parallelize
 
@@ -42,10 +42,13 @@ def with_experts(spec, shape=EXPERTS):
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model))
 
 
-def legal_specs():
-    """The trials of the dense matrix that mixtures of experts can run, and a single process."""
+def dense_specs():
+    """The trials of the dense matrix with experts, and a single process."""
     rows = (NEUTRAL, *(row for row in read_rows() if row["clip"] == NEUTRAL["clip"]))
-    specs = {name_of(row): with_experts(spec_of(row)) for row in rows}
+    return {name_of(row): with_experts(spec_of(row)) for row in rows}
+
+
+def legal(specs):
     return {name: spec for name, spec in specs.items() if not list(violations(spec.workload, spec.candidate))}
 
 
@@ -56,12 +59,11 @@ def with_ep(spec, ep):
 
 def split_specs(specs):
     """Those of the trials that can also split the experts over 2 or 4 ranks."""
-    both = {f"ep{ep}/{name}": with_ep(spec, ep) for ep in (2, 4) for name, spec in specs.items()}
-    return {name: spec for name, spec in both.items() if not list(violations(spec.workload, spec.candidate))}
+    return legal({f"ep{ep}/{name}": with_ep(spec, ep) for ep in (2, 4) for name, spec in specs.items()})
 
 
-WHOLE = legal_specs()
-SPLIT = split_specs(WHOLE)
+WHOLE = legal(dense_specs())
+SPLIT = split_specs(dense_specs())
 SPECS = WHOLE | SPLIT
 
 
@@ -75,11 +77,26 @@ def spread(names, count):
     return ordered[:: max(1, len(ordered) // count)][:count]
 
 
-SPLIT_USUAL = [name for name in SPLIT if name.startswith(("ep2/zero3/m4/mixed/O0", "ep2/zero2/m1/O1-fp16/block"))]
+USUAL_NAMES = (
+    *("ep2/zero3/m4/mixed/O0", "ep2/zero2/m1/O1-fp16/block", "ep2/zero1/m1", "ep2/ddp/m1/O2"),
+    "ep2/local-sp/m1/full",
+)
+SPLIT_USUAL = [name for name in SPLIT if name.startswith(USUAL_NAMES)]
+
+
+def tried_split():
+    """Those on up to four ranks; of the compiled ones, which take long, some."""
+    names = [name for name in SPLIT if world_size(name) <= 4]
+    eager = [name for name in names if SPECS[name].candidate.kernels.compile == "off"]
+    compiled = [name for name in names if name not in eager and name.startswith(("ep2/zero", "ep2/local/"))]
+    fours = [name for name in eager if name.startswith("ep4")]
+    return [*(name for name in eager if name not in fours), *spread(fours, 6), *compiled]
+
+
 TRIED = [
     REFERENCE,
     *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE], 16),
-    *(name for name in SPLIT if world_size(name) <= 4),
+    *tried_split(),
 ]
 USUAL = [*spread([name for name in TRIED[1:] if world_size(name) <= 2 and name in WHOLE], 6), *SPLIT_USUAL]
 
@@ -168,7 +185,7 @@ def back_in_another_order(communicate):
 
 def over_the_wrong_group(apply):
     """Gradients of experts are averaged as if every data-parallel rank had the same ones."""
-    return lambda model, mesh: dataclasses.replace(apply(model, mesh), summed={})
+    return lambda model, mesh, tp: dataclasses.replace(apply(model, mesh, tp), summed={})
 
 
 def weighed_before_and_after(send):
@@ -182,11 +199,12 @@ def counted_once(num_replicas):
 
 
 EXCHANGE = "trials.parallel.expert_parallel"
+LOOP = "trials.training.loop"
 SPLIT_FAULTS = {
     "none": (EXCHANGE, "finish", no_fault),
     "a token lost in dispatch": (EXCHANGE, "finish", lost_in_dispatch),
     "results of other tokens": (EXCHANGE, "communicate", back_in_another_order),
-    "gradients over the wrong group": ("trials.training.loop", "apply_expert_parallel", over_the_wrong_group),
+    "gradients over the wrong group": (LOOP, "apply_expert_parallel", over_the_wrong_group),
     "weight before and after": (f"{EXCHANGE}:RowExchange", "send", weighed_before_and_after),
     "norm of other experts missing": ("trials.parallel.mesh", "num_replicas", counted_once),
 }
@@ -203,6 +221,61 @@ def test_faults_in_the_exchange_show(tmp_path):
         loss, norm = differences(result, reference())
         is_seen[name] = loss > 1e-5 or norm > 1e-5
     assert is_seen == {name: name != "none" for name in SPLIT_FAULTS}
+
+
+def over_all_data_ranks(_original):
+    """Experts are averaged with the others of the same place."""
+    return lambda mesh: {"edp": flat_mesh(mesh, DATA_AXES)}
+
+
+def nothing(_original):
+    return lambda *_args: None
+
+
+def no_names(_original):
+    return lambda _model: []
+
+
+def of_another_rank(part):
+    return lambda x, size, rank: part(x, size, size - 1 - rank)
+
+
+DATA = "trials.parallel.data_parallel"
+TENSOR = "trials.parallel.tensor"
+LAYOUT_FAULTS = {
+    "ddp: experts averaged with others": ({"dp": "ddp"}, (DATA, "expert_mesh", over_all_data_ranks)),
+    "replicate: experts averaged with others": ({"dp": "replicate"}, (DATA, "expert_mesh", over_all_data_ranks)),
+    "ddp: experts in the group of all": (
+        {"dp": "ddp"},
+        (LOOP, "leave_experts_out", nothing),
+    ),
+    "tp: router and shared experts see one part": ({"tp": "local"}, (TENSOR, "_weights_of_mixtures", no_names)),
+    "tp: gradient of other positions": ({"tp": "local"}, (TENSOR, "_part_of_positions", of_another_rank)),
+    # Their norm is infinite, which ends the gang.
+    "zero1: experts averaged with others": ({"dp": "zero1"}, (DATA, "expert_mesh", over_all_data_ranks)),
+}
+
+
+@pytest.mark.slow
+def test_faults_in_the_reduction_of_experts_show(tmp_path):
+    rows = [{**NEUTRAL, **changes} for changes, _ in LAYOUT_FAULTS.values()]
+    specs = [with_ep(with_experts(spec_of(row)), 2) for row in rows]
+    around = [functools.partial(planted, *fault) for _, fault in LAYOUT_FAULTS.values()]
+    found = run_gang(specs, tmp_path, around=around)
+    is_seen = {}
+    for name, result in zip(LAYOUT_FAULTS, found, strict=True):
+        is_seen[name] = isinstance(result, RankFailure) or max(differences(result, reference())) > 1e-5
+    assert is_seen == dict.fromkeys(LAYOUT_FAULTS, True)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_ranks_with_the_same_experts_average_them(tmp_path):
+    """Without it, two of four ranks with DDP would train with half of the tokens."""
+    spec = with_ep(with_experts(spec_of({**NEUTRAL, "dp": "ddp", "cp": "ring"})), 2)
+    without = functools.partial(planted, LOOP, "average_experts", nothing)
+    sound, faulty = run_gang([spec, spec], tmp_path, around=[contextlib.nullcontext, without])
+    assert max(differences(sound, reference())) < 1e-5 < max(differences(faulty, reference()))
 
 
 def layer(shape=EXPERTS, seed=0):
@@ -399,19 +472,23 @@ def test_what_cannot_be_trained_is_refused():
     assert "capacity" in problems(dataclasses.replace(EXPERTS, capacity=0.0))
     assert "num_dense_layers" in problems(dataclasses.replace(EXPERTS, num_dense_layers=3))
     sharded = with_experts(spec_of({**NEUTRAL, "dp": "zero3"}))
-    for ep, why in ((4, "dp_shard 2 x cp 1 is not divisible by ep 4"), (3, "num_experts 4 is not divisible by ep 3")):
+    for ep, why in (
+        (4, "dp_shard 2 x cp 1 x tp 1 is not divisible by ep 4"),
+        (3, "num_experts 4 is not divisible by ep 3"),
+    ):
         assert why in list(violations(sharded.workload, with_ep(sharded, ep).candidate))
-    assert any("zero_stage 2 or 3" in problem for problem in violations(spec.workload, with_ep(spec, 2).candidate))
+    assert any("dp_replicate 1" in problem for problem in violations(spec.workload, with_ep(spec, 2).candidate))
     assert "ep 2 requires a model with experts" in list(
         violations(spec_of(NEUTRAL).workload, with_ep(spec, 2).candidate)
     )
     candidate = dataclasses.replace(spec.candidate, layout=dataclasses.replace(spec.candidate.layout, tp=2))
     limited = dataclasses.replace(model, experts=dataclasses.replace(EXPERTS, capacity=1.5))
-    layout = dataclasses.replace(spec.candidate.layout, cp=2)
-    assert any(
-        "whole sequences" in problem
-        for problem in violations(
-            dataclasses.replace(spec.workload, model=limited), dataclasses.replace(spec.candidate, layout=layout)
+    for axis in ("cp", "tp"):
+        layout = dataclasses.replace(spec.candidate.layout, **{axis: 2})
+        assert any(
+            "whole sequences" in problem
+            for problem in violations(
+                dataclasses.replace(spec.workload, model=limited), dataclasses.replace(spec.candidate, layout=layout)
+            )
         )
-    )
-    assert any("mixtures of experts" in problem for problem in violations(spec.workload, candidate))
+    assert any("ep 1 must be a multiple" in problem for problem in violations(spec.workload, candidate))

@@ -14,6 +14,7 @@ LAYOUTS = {
     "zero3-cp": Layout(dp_shard=2, cp=2, zero_stage=3),
     "pipeline": Layout(pp=2, dp_replicate=2),
     "experts": Layout(dp_shard=2, cp=2, zero_stage=3, ep=2),
+    "experts-tp": Layout(dp_replicate=2, tp=2, ep=2, tp_engine="local"),
 }
 
 

@@ -144,7 +144,8 @@ direction and peer of some 20 channels (NCCL_BUFFSIZE)."""
 
 def num_communicators(layout: Layout) -> int:
     """Estimate a rank's communicators: the gang's, and one for every axis along which ranks communicate."""
-    same_experts = layout.dp_shard * layout.cp // layout.ep if layout.ep > 1 else 1
+    sharing = layout.dp_shard if layout.zero_stage else layout.dp_replicate
+    same_experts = sharing * layout.cp * layout.tp // layout.ep if layout.ep > 1 else 1
     degrees = (layout.dp, layout.tp, layout.cp, layout.pp, layout.ep, same_experts, layout.world_size)
     return sum(degree > 1 for degree in degrees)
 

@@ -416,7 +416,8 @@ class Replica(DistributedDataParallel):
         self.require_backward_grad_sync = True
         self.reducer = _Reducer()  # type: ignore[assignment]
         self.tracker = tracker
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        left_out = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        parameters = [one for name, one in model.named_parameters() if one.requires_grad and name not in left_out]
         self.buckets = bucket_sizes([parameter.nbytes for parameter in parameters])
         for parameter in parameters:
             view = torch.empty_like(parameter)

@@ -15,7 +15,7 @@ from trials.models.experts import MixtureOfExperts, routers_in
 from trials.models.model import Initial, TrainModel
 from trials.operators import in_backward
 from trials.sizes import Chunk
-from trials.spec import LinearModel, LlamaModel, ResNetModel
+from trials.spec import LatentAttention, LinearModel, LlamaModel, ResNetModel
 
 # ---- A Llama-style decoder: RMSNorm before each sub-layer, rotary positions, grouped-query attention, SwiGLU
 #
@@ -90,7 +90,7 @@ class Attention(SubLayer):
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
-        self.head_size = shape.hidden_size // shape.num_heads
+        self.head_size = shape.head_size
         self.num_sharing = shape.num_heads // shape.num_kv_heads
         self.core: AttentionCore = causal_attention
         size = (shape.num_heads + 2 * shape.num_kv_heads) * self.head_size
@@ -110,6 +110,52 @@ class Attention(SubLayer):
     def second(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         """Compute attention and the output projection."""
         projected: Tensor = self.wo(self.core(q, k, v, *mask).transpose(1, 2).flatten(2))
+        return projected
+
+
+class MultiHeadLatentAttention(SubLayer):
+    """Causal attention whose keys and values come of a narrow vector (:class:`~trials.spec.LatentAttention`).
+
+    ``wq_b`` and ``wkv_b`` have their rows head by head, so equal parts are parts of the heads. Tensor parallelism
+    leaves the projections to narrow vectors whole. Values are padded with zeros to the size of keys, which all kernels
+    take.
+    """
+
+    def __init__(self, shape: LlamaModel, latent: LatentAttention) -> None:
+        super().__init__()
+        self.shape = latent
+        self.head_size = shape.head_size
+        self.core: AttentionCore = causal_attention
+        hidden, heads, rank = shape.hidden_size, shape.num_heads, latent.q_lora_rank
+        self.wq_a = nn.Linear(hidden, rank, bias=False) if rank else None
+        self.q_norm = RMSNorm(rank, shape.norm_eps) if rank else None
+        self.wq_b = nn.Linear(rank or hidden, heads * self.head_size, bias=False)
+        self.wkv_a = nn.Linear(hidden, latent.kv_lora_rank + latent.qk_rope_head_dim, bias=False)
+        self.kv_norm = RMSNorm(latent.kv_lora_rank, shape.norm_eps)
+        width = latent.qk_nope_head_dim + latent.v_head_dim
+        self.wkv_b = nn.Linear(latent.kv_lora_rank, heads * width, bias=False)
+        self.wo = nn.Linear(heads * latent.v_head_dim, hidden, bias=False)
+
+    def first(self, x: Tensor, positions: Positions) -> tuple[Tensor, ...]:
+        """Compute ``q``, ``k`` and padded ``v`` as ``[B, H, S, head_size]``; then the mask of packed rows, if any."""
+        rope, *mask = positions if isinstance(positions, tuple) else (positions,)
+        shape = self.shape
+        narrow = x if self.wq_a is None or self.q_norm is None else self.q_norm(self.wq_a(x))
+        q = self.wq_b(narrow).unflatten(-1, (1, -1, self.head_size))
+        q_plain, q_turned = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
+        common, k_turned = self.wkv_a(x).split([shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1)
+        kv = self.wkv_b(self.kv_norm(common)).unflatten(-1, (1, -1, shape.qk_nope_head_dim + shape.v_head_dim))
+        k_plain, v = kv.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
+        k_turned = rotate(k_turned.unflatten(-1, (1, 1, -1)), rope).expand(*k_plain.shape[:-1], -1)
+        q = torch.cat([q_plain, rotate(q_turned, rope)], dim=-1)
+        k = torch.cat([k_plain, k_turned], dim=-1)
+        v = F.pad(v, (0, self.head_size - shape.v_head_dim))
+        return *(t.flatten(2, 3).transpose(1, 2) for t in (q, k, v)), *mask
+
+    def second(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        """Compute attention and the output projection."""
+        out = self.core(q, k, v, *mask)[..., : self.shape.v_head_dim]
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -144,7 +190,9 @@ class Block(nn.Module):
         """``number`` is that of the layer in the whole model."""
         super().__init__()
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.attention = Attention(shape)
+        self.attention: Attention | MultiHeadLatentAttention = (
+            Attention(shape) if shape.latent is None else MultiHeadLatentAttention(shape, shape.latent)
+        )
         self.feed_forward_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.feed_forward: FeedForward | MixtureOfExperts = (
             FeedForward(shape)
@@ -206,10 +254,6 @@ class Llama(TrainModel):
         self.held_positions: Callable[[Tensor], Tensor] = unchanged
         """Function that selects, along dimension 1, this rank's positions of every sequence."""
 
-    @property
-    def head_size(self) -> int:
-        return self.shape.hidden_size // self.shape.num_heads
-
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         assert self.rope is not None, "materialize() comes before the first forward pass"
         h, positions = x, self.rope
@@ -237,7 +281,7 @@ class Llama(TrainModel):
             layer.attention.core = core
 
     def materialize(self, device: torch.device) -> None:
-        table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
+        table = rotary_table(self.seq_length, self.shape.rotary_size, self.shape.rope_theta)
         self.rope = self.held_positions(table).to(device)
         for router in routers_in([self]):
             router.materialize(device)

@@ -148,7 +148,7 @@ class Router(nn.Module):
         self.loss_factor: Tensor
         """What the gradients of the router's own losses are multiplied by, as those of the model's loss are."""
         self.sequence_group: dist.ProcessGroup | None = None
-        """Ranks with the other positions of the same sequences, under context parallelism."""
+        """Ranks with the other positions of the same sequences, under context or tensor parallelism."""
 
     def materialize(self, device: torch.device) -> None:
         """Create the bias and the counts, all zero, and the factor of a single micro-batch."""
@@ -259,6 +259,18 @@ class Exchange(Protocol):
         ...
 
 
+class PositionSplit(Protocol):
+    """Gives each of the ranks with the same tokens ``[B, S, D]`` its share of the positions."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return this rank's share."""
+        ...
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the shares of all ranks, possibly in autocast's type."""
+        ...
+
+
 class MixtureOfExperts(nn.Module):
     """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token."""
 
@@ -271,8 +283,15 @@ class MixtureOfExperts(nn.Module):
         self.shared = SharedExpert(hidden_size, width) if width else None
         self.exchange: Exchange | None = None
         """Set if other ranks hold some of the experts."""
+        self.positions: PositionSplit | None = None
+        """Set if other ranks have the same tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None:
+            return self._mixed(x)
+        return self.positions.whole(self._mixed(self.positions.own(x))).to(x.dtype)
+
+    def _mixed(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         weights, ids = self.router(flat, num_sequences=x.shape[0])
         counts = counts_of(ids.view(1, -1), self.shape.num_experts)[0]

@@ -30,13 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
 from trials.legality import holds_plain
-from trials.models.experts import mixtures_in
+from trials.models.experts import RoutedExperts, mixtures_in
 from trials.models.model import TrainModel
 from trials.parallel.mesh import (
     DATA_AXES,
     SHARD_AXES,
     HeldTensor,
     ShardMap,
+    expert_mesh,
     expert_shard_mesh,
     flat_mesh,
     held_parameters,
@@ -59,17 +60,6 @@ ALIGNMENT_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Properties shared by all parameters of a bucket."""
-
-    dtype: torch.dtype
-    num_replicas: int
-    """Ranks of the gang that hold the same elements."""
-    is_partial: bool
-    """Whether gradients arrive as partial sums over the tensor-parallel group."""
-
-
-@dataclass(frozen=True, slots=True)
 class Peers:
     """The process groups that share the work on a bucket."""
 
@@ -84,18 +74,29 @@ class Peers:
         return self.shards.size() * (1 if self.replicas is None else self.replicas.size())
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Properties shared by all parameters of a bucket."""
+
+    dtype: torch.dtype
+    num_replicas: int
+    """Ranks of the gang that hold the same elements."""
+    is_partial: bool
+    """Whether gradients arrive as partial sums over the tensor-parallel group."""
+    peers: Peers
+
+
 class Bucket:
     """Some parameters and their gradients, each one after the other; the slice that this rank updates is a held tensor.
 
     Memory for values is allocated when the parameters move in, memory for gradients when the first one arrives.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind, peers: Peers) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind) -> None:
         self.parameters = tuple(parameters)
         self.is_partial = kind.is_partial
-        self._peers = peers
-        # Sums in float16 overflow where averages do not, and not every backend divides first.
-        self._op = dist.ReduceOp.SUM if kind.dtype == torch.float16 else dist.ReduceOp.AVG
+        self._peers = peers = kind.peers
+        self._op = _averaging(kind.dtype)
         num_shards = peers.shards.size()
         self.num_replicas = kind.num_replicas // num_shards
         align = ALIGNMENT_BYTES // kind.dtype.itemsize
@@ -185,6 +186,12 @@ class Bucket:
             self._gathering = None
 
 
+def _averaging(dtype: torch.dtype) -> Any:
+    """Return the reduction for averages; after SUM, the ranks have divided before. Sums in float16 overflow where
+    averages do not, and not every backend divides first."""
+    return dist.ReduceOp.SUM if dtype == torch.float16 else dist.ReduceOp.AVG
+
+
 class BucketedReplica(nn.Module):
     """Wrapper of a model like DDP; gradients are whole while micro-batches accumulate, and slices after the last one.
 
@@ -196,7 +203,6 @@ class BucketedReplica(nn.Module):
         self,
         model: nn.Module,
         kinds: dict[nn.Parameter, Kind],
-        peers: Peers,
         device: torch.device,
         units: Iterable[nn.Module] = (),
     ) -> None:
@@ -206,8 +212,9 @@ class BucketedReplica(nn.Module):
         self.module = model
         self.reduces = True
         """Whether the next backward pass is the step's last."""
-        self.bucket_bytes_cap = max(BUCKET_BYTES, SLICE_BYTES * peers.shards.size())
-        self.buckets = [Bucket(some, kind, peers) for some, kind in _dealt_out(kinds, self.bucket_bytes_cap)]
+        num_shards = max(kind.peers.shards.size() for kind in kinds.values())
+        self.bucket_bytes_cap = max(BUCKET_BYTES, SLICE_BYTES * num_shards)
+        self.buckets = [Bucket(some, kind) for some, kind in _dealt_out(kinds, self.bucket_bytes_cap)]
         self._device = device
         self._stream = new_stream(device)
         self._is_bound = False
@@ -391,6 +398,8 @@ def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: P
     parts = _parts(model, [] if layout.shard_embedding else tables)
     parts = [*(module for module in wide if module not in {*parts, *tables}), *parts]
     if layout.zero_stage == 0:
+        for mixture in mixtures_in([model]) if layout.ep > 1 else []:
+            replicate(mixture.experts, mesh=expert_mesh(mesh)["edp"], mp_policy=usual)
         for part in parts:
             replicate(part, mesh=flat_mesh(mesh, DATA_AXES), mp_policy=policies.get(part, usual))
         return
@@ -455,17 +464,71 @@ def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch
     return DistributedDataParallel(model, process_group=group, **options)
 
 
+def leave_experts_out(model: TrainModel) -> None:
+    """Let DDP, which has one group, reduce only what all of its ranks hold: :func:`average_experts` does the rest."""
+    names = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, RoutedExperts)
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+
+
+class _ExpertAverage:
+    """Averages gradients of experts over the ranks that hold the same ones, each when a step's last backward pass has
+    completed it."""
+
+    def __init__(self, replica: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self._replica, self._group = replica, group
+        self._reducing: list[Any] = []
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self._replica.require_backward_grad_sync:
+            grad, op = parameter.grad, _averaging(parameter.dtype)
+            assert grad is not None
+            if op == dist.ReduceOp.SUM:
+                grad.div_(self._group.size())
+            self._reducing.append(dist.all_reduce(grad, op=op, group=self._group, async_op=True))
+
+    def wait(self) -> None:
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
+
+
+_EXPERT_AVERAGE = "tune_cluster_expert_average"
+"""Attribute of a DDP module."""
+
+
+def average_experts(replica: nn.Module, model: TrainModel, mesh: DeviceMesh) -> None:
+    """Let the ranks of ``replica`` that hold the same experts average their gradients."""
+    same = expert_mesh(mesh)["edp"]
+    if same.size() == 1:
+        return
+    assert isinstance(replica, DistributedDataParallel)
+    average = _ExpertAverage(replica, same.get_group())
+    for mixture in mixtures_in([model]):
+        for parameter in mixture.experts.parameters():
+            parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+    setattr(replica, _EXPERT_AVERAGE, average)
+
+
 def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map: ShardMap) -> BucketedReplica:
-    """Wrap for ZeRO-1: all data-parallel ranks hold all parameters, and split their optimiser states."""
+    """Wrap for ZeRO-1: all data-parallel ranks hold all parameters, and split their optimiser states; of experts, those
+    that hold the same ones."""
+    replicas = mesh["dp_replicate"].get_group() if layout.dp_replicate > 1 else None
+    peers = Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas)
+    of_experts = Peers(expert_mesh(mesh)["edp"].get_group(), replicas) if layout.ep > 1 else peers
+    experts = {one for mixture in mixtures_in([model]) for one in mixture.experts.parameters()}
     kinds = {}
     for held in held_parameters(model, shard_map, layout):
         (parameter,) = held.parameters
         if parameter.requires_grad:
-            kinds[parameter] = Kind(parameter.dtype, held.num_replicas, held.is_partial)
-    replicas = mesh["dp_replicate"].get_group() if layout.dp_replicate > 1 else None
+            shared_by = of_experts if parameter in experts else peers
+            kinds[parameter] = Kind(parameter.dtype, held.num_replicas, held.is_partial, shared_by)
     device = next(iter(kinds)).device
-    peers = Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas)
-    return BucketedReplica(model, kinds, peers, device, _units(model))
+    return BucketedReplica(model, kinds, device, _units(model))
 
 
 def _units(model: TrainModel) -> list[nn.Module]:
@@ -520,6 +583,8 @@ def finish_gradients(module: nn.Module) -> None:
     """Reduce what the backward passes of a step left unreduced, for engines that do not do so themselves."""
     if isinstance(module, BucketedReplica):
         module.finish()
+    elif (average := getattr(module, _EXPERT_AVERAGE, None)) is not None:
+        average.wait()
 
 
 def sharded_ends(model: nn.Module) -> list[FSDPModule]:

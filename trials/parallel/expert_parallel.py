@@ -31,7 +31,7 @@ from trials.parallel.mesh import (
 )
 
 
-def apply_expert_parallel(model: TrainModel, mesh: DeviceMesh) -> ShardMap:
+def apply_expert_parallel(model: TrainModel, mesh: DeviceMesh, tp: int) -> ShardMap:
     """Keep this rank's experts of every layer, in place."""
     group = group_of(expert_mesh(mesh)["ep"])
     exchange = RowExchange(group)
@@ -49,7 +49,9 @@ def apply_expert_parallel(model: TrainModel, mesh: DeviceMesh) -> ShardMap:
         for name, _ in module.named_parameters()
     ]
     shard = LocalShard(dim=0, index=group.rank, num_shards=group.size)
-    return ShardMap(shards=dict.fromkeys(names, shard), summed=dict.fromkeys(names, group.size))
+    # Tensor-parallel ranks send parts of the same tokens.
+    num_summed = group.size // tp
+    return ShardMap(shards=dict.fromkeys(names, shard), summed=dict.fromkeys(names, num_summed))
 
 
 @dataclass(frozen=True, slots=True)

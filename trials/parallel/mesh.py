@@ -31,6 +31,12 @@ SHARD_AXES = ("dp_shard", "cp")
 DATA_AXES = ("dp_replicate", *SHARD_AXES)
 """Axes over which gradients are averaged: each rank has the mean loss of its own samples and positions."""
 
+TOKEN_AXES = (*DATA_AXES, "tp")
+"""Axes along which ranks route different tokens through the same layers of experts."""
+
+SEQUENCE_AXES = ("cp", "tp")
+"""Axes along which ranks route different positions of the same sequences."""
+
 HURRIED_AXES = ("cp", "tp")
 """Axes whose collectives should overlap kernels launched after or with them."""
 
@@ -132,7 +138,7 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     for axes in _flattened(layout):
         flat_mesh(mesh, axes)
     if layout.ep > 1:
-        setattr(mesh, _EXPERT_MESH, _build_expert_mesh(mesh, layout.ep))
+        setattr(mesh, _EXPERT_MESH, _build_expert_mesh(mesh, layout))
     return mesh
 
 
@@ -165,6 +171,10 @@ def _flattened(layout: Layout) -> Iterator[tuple[str, ...]]:
         yield SHARD_AXES
     if layout.dp * layout.cp > 1 and (layout.zero_stage <= 1 or layout.shard_embedding):
         yield DATA_AXES
+    if layout.ep > 1:
+        yield TOKEN_AXES
+    if layout.ep > 1 and layout.tp > 1:
+        yield SEQUENCE_AXES
 
 
 def _group_options(axes: Sequence[str]) -> dict[str, Any]:
@@ -208,21 +218,24 @@ _EXPERT_MESH = "tune_cluster_expert_mesh"
 """Attribute of the gang's mesh: torch, unlike for flattened meshes, would connect new groups at every call."""
 
 
-def _build_expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    shards = flat_mesh(mesh, SHARD_AXES)
-    return shards._unflatten(0, (shards.size() // ep, ep), ("efsdp", "ep"))
+def _build_expert_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    ranks = flat_mesh(mesh, (*(SHARD_AXES if layout.zero_stage else DATA_AXES), "tp"))
+    return ranks._unflatten(0, (ranks.size() // layout.ep, layout.ep), ("edp", "ep"))
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks of :data:`SHARD_AXES` as a mesh ``[efsdp, ep]``: neighbours along ``ep`` hold different experts,
-    those along ``efsdp`` shards of the same ones."""
+    """Return the ranks that share the experts as a mesh ``[edp, ep]``: neighbours along ``ep``, first those of tensor
+    parallelism, hold different experts, those along ``edp`` the same ones or shards of them.
+
+    They are all ranks that hold shards of the same weights, or without ZeRO all that hold the same weights.
+    """
     found: DeviceMesh = getattr(mesh, _EXPERT_MESH)
     return found
 
 
 def expert_shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for FSDP of the experts: ``[efsdp]`` or, with replication, ``[dp_replicate, efsdp]``."""
-    shards = expert_mesh(mesh)["efsdp"]
+    """Return the mesh for ZeRO of the experts: ``[edp]`` or, with replication, ``[dp_replicate, edp]``."""
+    shards = expert_mesh(mesh)["edp"]
     if not _present(mesh, ("dp_replicate",)):
         return shards
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
@@ -409,6 +422,14 @@ class ShardMap:
     """Parameters whose gradients are partial sums over the tensor-parallel group (norms with sequence parallelism)."""
     summed: Mapping[str, int] = field(default_factory=dict)
     """Parameters whose gradients are sums over this many ranks' tokens where averages are needed (experts)."""
+
+    def with_(self, other: ShardMap) -> ShardMap:
+        """Return the splits of both."""
+        return ShardMap(
+            shards={**self.shards, **other.shards},
+            partial=self.partial | other.partial,
+            summed={**self.summed, **other.summed},
+        )
 
 
 def local_part(tensor: Tensor) -> Tensor:

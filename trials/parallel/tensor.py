@@ -24,7 +24,16 @@ from torch.overrides import wrap_torch_function
 
 from trials.failure import InfeasibleSpec
 from trials.models import ImportedModel
-from trials.models.built_in import Block, Head, Llama, SubLayer
+from trials.models.built_in import (
+    Attention,
+    Block,
+    FeedForward,
+    Head,
+    Llama,
+    MultiHeadLatentAttention,
+    SubLayer,
+)
+from trials.models.experts import MixtureOfExperts
 from trials.models.model import SUM_GRADIENTS, TrainModel, matches
 from trials.parallel.mesh import Group, LocalShard, Pending, ShardMap, finish, group_of, launch, reduced, start, wait
 from trials.spec import Kernels, Layout, Precision
@@ -218,23 +227,38 @@ def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) ->
         assert isinstance(layer, Block)
         names = _split_block(layer, crossing)
         split |= {f"layers.{number}.{name}.weight": dim for name, dim in names.items()}
+        if isinstance(layer.feed_forward, MixtureOfExperts) and not sequence_parallel:
+            layer.feed_forward.positions = RankPositions(crossing)
+    norms = _norm_weights(model) if sequence_parallel else []
     return ShardMap(
         shards={name: LocalShard(dim=dim, index=group.rank, num_shards=group.size) for name, dim in split.items()},
-        partial=frozenset(_norm_weights(model)) if sequence_parallel else frozenset(),
+        partial=frozenset([*norms, *_weights_of_mixtures(model), *_narrow_weights(model)]),
     )
+
+
+_PROJECTIONS: dict[type[SubLayer], tuple[tuple[str, ...], str]] = {
+    Attention: (("wqkv",), "wo"),
+    MultiHeadLatentAttention: (("wq_b", "wkv_b"), "wo"),
+    FeedForward: (("w13",), "w2"),
+}
+"""Projections of a sub-layer that are split by output features, and the one that is split by input features."""
 
 
 def _split_block(block: Block, crossing: Borders) -> dict[str, int]:
     """Split projections into a sub-layer by output features, and those out of it by input features."""
     split = {}
-    for name, inner, outer in (("attention", "wqkv", "wo"), ("feed_forward", "w13", "w2")):
+    for name in ("attention", "feed_forward"):
         sub_layer: Any = getattr(block, name)
+        if isinstance(sub_layer, MixtureOfExperts):
+            continue
         sub_layer.enter, sub_layer.leave = crossing.enter, crossing.leave
-        for projection, dim in ((inner, 0), (outer, 1)):
+        into, outer = _PROJECTIONS[type(sub_layer)]
+        for projection, dim in (*((inner, 0) for inner in into), (outer, 1)):
             _split_linear(getattr(sub_layer, projection), dim, crossing.group.size)
             split[f"{name}.{projection}"] = dim
+        inner, *others = into
         # Other types of linear modules have their own computation.
-        if crossing.entrance is not None and type(getattr(sub_layer, inner)) is nn.Linear:
+        if crossing.entrance is not None and not others and type(getattr(sub_layer, inner)) is nn.Linear:
             sub_layer.enter = crossing.entrance
             setattr(sub_layer, inner, ColumnLinear(getattr(sub_layer, inner).weight, crossing))
     return split
@@ -256,6 +280,78 @@ def part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
 def _norm_weights(model: Llama) -> list[str]:
     """Return the names of the norms' weights, whose gradients cover only this rank's positions."""
     return [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
+
+
+def _narrow_weights(model: Llama) -> list[str]:
+    """Return the names of latent attention's whole weights, whose gradients cover only this rank's heads."""
+    names = ("wq_a", "q_norm", "wkv_a", "kv_norm")
+    ends = tuple(f"attention.{name}.weight" for name in names)
+    return [name for name, _ in model.named_parameters() if name.endswith(ends)]
+
+
+def _weights_of_mixtures(model: Llama) -> list[str]:
+    """Return the names of the whole weights in mixtures of experts, whose gradients cover only this rank's tokens."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, MixtureOfExperts)
+        for name, _ in module.named_parameters()
+        if not name.startswith("experts.")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPositions:
+    """Splits the positions over the tensor-parallel ranks; a :class:`~trials.models.experts.PositionSplit`."""
+
+    crossing: Borders
+
+    def own(self, x: Tensor) -> Tensor:
+        group = self.crossing.group
+        out: Tensor = _OwnPositions.apply(x, group.size, group.rank, group.name)  # type: ignore[no-untyped-call]
+        return out
+
+    def whole(self, x: Tensor) -> Tensor:
+        group = self.crossing.group
+        narrow = self.crossing.enter.narrowed(x)
+        out: Tensor = _AllPositions.apply(narrow, group.size, group.rank, group.name)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _OwnPositions(torch.autograd.Function):
+    """Cuts out this rank's positions; the gradient is gathered, as every rank needs all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, rank: int, name: str) -> Tensor:
+        ctx.sent = (size, name)
+        return _part_of_positions(x, size, rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gathered_positions(grads[0], *ctx.sent), None, None, None
+
+
+class _AllPositions(torch.autograd.Function):
+    """Gathers all positions. Every rank continues with the same, so its part of the gradient is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, rank: int, name: str) -> Tensor:
+        ctx.held = (size, rank)
+        return _gathered_positions(x, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _part_of_positions(grads[0], *ctx.held), None, None, None
+
+
+def _part_of_positions(x: Tensor, size: int, rank: int) -> Tensor:
+    length = x.shape[1] // size
+    return x[:, rank * length : (rank + 1) * length].contiguous()
+
+
+def _gathered_positions(x: Tensor, size: int, name: str) -> Tensor:
+    parts = wait(launch("all_gather", x, size, name))
+    return torch.unflatten(parts, 0, (size, -1)).movedim(0, 1).flatten(1, 2)
 
 
 class ColumnLinear(nn.Linear):

@@ -39,10 +39,12 @@ from trials.parallel.data_parallel import (
     apply_buckets,
     apply_ddp,
     apply_fsdp,
+    average_experts,
     begin_backward,
     finish_gradients,
     held_tensors,
     keep_weights,
+    leave_experts_out,
     reduce_gradients,
     reduces_each,
     sharded_ends,
@@ -51,7 +53,8 @@ from trials.parallel.data_parallel import (
 )
 from trials.parallel.expert_parallel import apply_expert_parallel
 from trials.parallel.mesh import (
-    DATA_AXES,
+    SEQUENCE_AXES,
+    TOKEN_AXES,
     HeldTensor,
     ShardMap,
     flat_mesh,
@@ -152,7 +155,8 @@ class Trainer:
             self.engine.mean_tokens = num_tokens(self._workload, self._num_begun) / self.layout.dp
             self._num_begun += 1
         if self.balance is not None:
-            self.balance.scale_losses(self._scale() / self._num_microbatches)
+            # Tensor-parallel ranks add up the gradients of the means over their tokens.
+            self.balance.scale_losses(self._scale() / (self._num_microbatches * self.layout.tp))
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
@@ -254,12 +258,13 @@ def _balance(spec: TrialSpec, parts: list[ModelPart], mesh: DeviceMesh | None) -
         return None
     layout = spec.candidate.layout
     group = None
-    if mesh is not None and layout.dp * layout.cp > 1:
-        group = flat_mesh(mesh, DATA_AXES).get_group()
+    if mesh is not None and layout.dp * layout.cp * layout.tp > 1:
+        group = flat_mesh(mesh, TOKEN_AXES).get_group()
     routers = routers_in(part.model for part in parts)
-    if mesh is not None and layout.cp > 1:
+    if mesh is not None and layout.cp * layout.tp > 1:
+        sequence_group = flat_mesh(mesh, SEQUENCE_AXES).get_group()
         for router in routers:
-            router.sequence_group = mesh["cp"].get_group()
+            router.sequence_group = sequence_group
     return ExpertBalance(routers, group, layout.ep)
 
 
@@ -770,7 +775,11 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         if layout.zero_stage == 1:
             module = apply_buckets(model, mesh, layout, shard_map)
         elif uses_ddp(layout):
+            if layout.ep > 1:
+                leave_experts_out(model)
             module = apply_ddp(model, mesh, layout, device)
+            if layout.ep > 1:
+                average_experts(module, model, mesh)
     return ModelPart(
         chunk=chunk,
         model=model,
@@ -791,7 +800,7 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
     if layout.ep > 1:
         assert mesh is not None
-        shard_map = apply_expert_parallel(model, mesh)
+        shard_map = shard_map.with_(apply_expert_parallel(model, mesh, layout.tp))
     chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
         _choose_attention(model, spec, mesh, device)

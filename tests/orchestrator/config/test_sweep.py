@@ -84,13 +84,29 @@ EXPERTS = {
     "capacity": 1.25,
     "routing": "balanced",
 }
-MIXTURE = {"name": "mixture", "workload": {**SMALL["workload"], "model": {**LLAMA, "experts": EXPERTS}}}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6}
+DEEPSEEK = {**LLAMA, "num_kv_heads": LLAMA["num_heads"], "experts": EXPERTS, "latent": LATENT}
+MIXTURE = {"name": "mixture", "workload": {**SMALL["workload"], "model": DEEPSEEK}}
 EVERY_KEY = (MIXTURE, VERIFIED, FULL, RESNET, LINEAR, TOKENS, SIMULATED, SCRIPT, OWN_MODULE, INSIDE)
 
 
-def test_every_key_of_experts_arrives(tmp_path):
+def test_every_key_of_experts_and_latent_attention_arrives(tmp_path):
     model = load_sweep(write(tmp_path, {**SMALL, **MIXTURE})).to_workload().model
-    assert dataclasses.asdict(model.experts) == EXPERTS
+    assert dataclasses.asdict(model.experts) == EXPERTS and dataclasses.asdict(model.latent) == LATENT
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("latent.qk_rope_head_dim", {"latent": {**LATENT, "qk_rope_head_dim": 3}}),
+        ("latent.v_head_dim", {"latent": {**LATENT, "v_head_dim": 7}}),
+        ("num_kv_heads", {"num_kv_heads": 1}),
+    ],
+)
+def test_latent_attention_that_does_not_fit_is_refused(tmp_path, key, changes):
+    workload = {**MIXTURE["workload"], "model": {**DEEPSEEK, **changes}}
+    with pytest.raises(ConfigError, match=key):
+        load_sweep(write(tmp_path, {**SMALL, "workload": workload}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_k", 9), ("num_dense_layers", 99)])
@@ -418,12 +434,14 @@ ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {
 
 @pytest.mark.parametrize("key", sorted(ALL_KEYS))
 def test_every_key_is_documented_with_a_meaning(key):
-    row = next(line for line in docs().splitlines() if line.startswith(f"| `{key}` |"))
+    row = next(line for line in docs().splitlines() if re.match(rf"\| `([a-z_]+\.)*{re.escape(key)}` \|", line))
     assert all(cell.strip() for cell in row.strip("|").split("|"))
 
 
 def test_full_has_every_key_the_models_have():
-    documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE))
+    documented = set(
+        re.findall(r"^\| `(?:[a-z_]+\.)*([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE)
+    )
     assert documented == ALL_KEYS
 
 

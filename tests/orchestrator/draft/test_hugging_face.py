@@ -8,7 +8,7 @@ import transformers
 
 from orchestrator.draft.model_config import model_of_file
 from orchestrator.errors import ConfigError
-from trials.spec import Experts
+from trials.spec import Experts, LatentAttention
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
 GATED = {**SIZES, "intermediate_size": 1536}
@@ -93,6 +93,26 @@ def test_experts_of_their_own_width_are_read(tmp_path):
     assert (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalizes) == (16, 4, 96, False)
 
 
+def test_latent_attention_is_that_of_the_real_model(tmp_path):
+    """A smaller DeepSeek-V3."""
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    config = transformers.DeepseekV3Config(
+        **{**GATED, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2},
+        **sizes,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+    )
+    model = drafted(tmp_path, config)
+    built = transformers.DeepseekV3ForCausalLM(config)
+    assert model.num_parameters == sum(weight.numel() for weight in built.parameters())
+    assert model.shape.latent == LatentAttention(**sizes) and model.shape.experts.scores == "sigmoid"
+    assert "experts chosen from all groups instead of 2 of 4" in model.differences
+
+
 def test_dense_first_layers_and_shared_experts_are_read(tmp_path):
     """A smaller DeepSeek-MoE 16B, and dots.llm1."""
     sizes = {**GATED, "n_routed_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 96}
@@ -114,14 +134,16 @@ def test_dense_first_layers_and_shared_experts_are_read(tmp_path):
     ("content", "words"),
     [
         (
-            {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 512, **GATED},
-            ("multi-head latent attention", "--parameters"),
+            {
+                "model_type": "deepseek_v3",
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "kv_lora_rank": 512,
+                **GATED,
+            },
+            ("qk_nope_head_dim", "missing"),
         ),
         ({"model_type": "longcat", "n_routed_experts": 8, **GATED}, ("mixture of experts", "--parameters")),
-        (
-            {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, **GATED},
-            ("n_group", "within groups"),
-        ),
         ({"model_type": "mixtral", **GATED}, ("num_local_experts", "missing")),
         (
             {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2, **GATED},
@@ -138,7 +160,6 @@ def test_dense_first_layers_and_shared_experts_are_read(tmp_path):
     ids=[
         "latent attention",
         "experts",
-        "groups",
         "no experts",
         "alternating",
         "t5",

@@ -17,7 +17,7 @@ from tests.orchestrator.frameworks.facts import write
 PACKAGES = ("megatron-0.16", "megatron-0.19", "mindformers", "paddlenlp")
 ANY = {"types": None, "choices": None}
 SECTIONS = ("parallel_config", "recompute_config", "runner_config", "parallel", "context", "optimizer", "lr_schedule")
-SECTIONS += ("runner_wrapper", "trainer", "train_dataset_task")
+SECTIONS += ("runner_wrapper", "trainer", "train_dataset_task", "moe_config")
 _PIPELINE, _OPTIMIZER = "parallel.pipeline_config", "parallel.parallel_optimizer_config"
 _SCHEDULERS = ["gpipe", "1f1b", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"]
 MINDSPORE = {
@@ -164,7 +164,8 @@ def _paddlenlp(folder):
             fields |= {_literal(entry.elts[0]): ast.unparse(entry.elts[1]) for entry in line.value.elts}
     found = {name: {"types": _annotated(text), "choices": None} for name, text in fields.items()}
     model = classes(root / "transformers" / "llama" / "configuration.py")["LlamaConfig"]
-    found |= {f"model:{name}": ANY for name in parameters(model)}
+    mixtral = classes(root / "transformers" / "mixtral" / "configuration.py")["MixtralConfig"]
+    found |= {f"model:{name}": ANY for name in (*parameters(model), *parameters(mixtral))}
     found |= dict.fromkeys(RUN_PRETRAIN, ANY) | dict.fromkeys(ANY_MODEL, ANY)
     found["recompute_granularity"] = {"types": None, "choices": ["full", "core_attn", "full_attn"]}
     return _version(folder, "paddlenlp"), found

@@ -104,6 +104,35 @@ def test_gathers_of_one_sub_layer_are_written_and_read_or_noted(name):
     assert ("recompute.selective" in noted) == (name not in ("mindformers", "torchrun"))
 
 
+def test_torchtitan_recomputes_some_layers_and_modules_of_others():
+    layout = Layout(pp=2, schedule="interleaved", num_virtual_stages=2, stage_layers=((2, 2), (2, 2)))
+    attention = SelectiveRecompute(pattern="attention", num_layers=((1, 0), (2, 1)))
+    candidate = Candidate(layout=layout, recompute=Recompute(full=((1, 0), (0, 1)), selective=(attention,)))
+    made = export("torchtitan", candidate, WORKLOAD, allow_lossy=True)
+    assert not any(note.knob.startswith("recompute") for note in made.notes)
+    assert recipe("torchtitan").parse(made.files).candidate.recompute == candidate.recompute
+    (text,) = made.files.values()
+    assert "full=[0, 6]" in text and "modules={'attention': [0, 4, 5, 6]}" in text
+
+
+EXPERT_PARALLEL = {"torchrun", "megatron", "torchtitan", "mindformers"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_degree_that_splits_experts_is_written_and_read_or_refused(name):
+    candidate = Candidate(layout=Layout(dp_shard=4, zero_stage=3, ep=2))
+    made = audited(recipe(name), candidate, with_experts(EXPERTS["plain"]))
+    notes = {note.knob for note in made.notes if note.severity == "error"}
+    assert ("layout.ep" in notes) == (name not in EXPERT_PARALLEL)
+    assert recipe(name).parse(made.files).values["layout.ep"] == (2 if name in EXPERT_PARALLEL else 1)
+
+
+def test_torchtitan_splits_no_experts_over_replicas():
+    candidate = Candidate(layout=Layout(dp_replicate=2, ep=2))
+    made = audited(recipe("torchtitan"), candidate, with_experts(EXPERTS["plain"]))
+    assert ["use dp_shard" in note.message for note in made.notes if note.knob == "layout.ep"] == [True]
+
+
 MIXTURE = Experts(
     num_experts=8, top_k=2, ffn_hidden_size=96, scores="sigmoid", balance_rate=2e-3, aux_loss=1e-4, z_loss=1e-3
 )
@@ -112,9 +141,20 @@ EXPERTS = {
     "shared": replace(MIXTURE, shared_ffn_hidden_size=64, num_dense_layers=1, aux_loss=0.0, z_loss=0.0),
     "softmax": replace(MIXTURE, scores="softmax", balance_rate=0.0),
     "unscaled": replace(MIXTURE, scores="softmax", normalizes=False, balance_rate=0.0, top_k=1),
+    "whole": Experts(
+        num_experts=8, top_k=2, ffn_hidden_size=96, shared_ffn_hidden_size=192, scores="sigmoid", balance_rate=0.0
+    ),
     "plain": Experts(num_experts=8, top_k=2, ffn_hidden_size=96, balance_rate=0.0),
 }
-SPELLED = {"megatron": set(EXPERTS), "torchrun": set(EXPERTS), "accelerate": {"plain"}, "deepspeed": {"plain"}}
+SPELLED = {
+    "megatron": set(EXPERTS),
+    "torchrun": set(EXPERTS),
+    "torchtitan": {"shared", "whole", "plain"},
+    "mindformers": {"whole", "plain"},
+    "paddlenlp": {"plain"},
+    "accelerate": {"plain"},
+    "deepspeed": {"plain"},
+}
 """The mixtures of experts that formats express without loss; any other is refused."""
 NOTED = {
     "capacity": (replace(MIXTURE, capacity=1.25), "slots are counted per micro-batch"),

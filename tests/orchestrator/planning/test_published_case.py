@@ -5,7 +5,7 @@ The sweeps themselves run in ``benchmarks/acceptance``.
 
 import pytest
 
-from benchmarks.acceptance.cases import CASES
+from benchmarks.acceptance.cases import CASES, LAYOUTS, SWEEPS
 from benchmarks.acceptance.measures import MEASURES
 from benchmarks.acceptance.model import Model, measure_shares, predicted_steps
 from orchestrator.config.sweep import load_sweep
@@ -57,3 +57,14 @@ def test_a_thousand_cards_reach_the_goal_and_every_measure_has_its_share(models)
         assert shares[name]["factor"] > 1.01
         assert shares[name]["in_best"]
         assert shares[name]["alone"] > 1.1
+
+
+def test_layouts_of_experts_are_predicted_as_documented():
+    found = {
+        name: predicted_steps(Model(load_sweep(SWEEPS / f"{name}.yaml")), steps) for name, steps in LAYOUTS.items()
+    }
+    slow, fast = found["mixtral-8x7b-ascend"]
+    assert slow["predicted"] < fast["predicted"]
+    assert all(abs(step["predicted"] / step["published"] - 1) < 0.2 for step in (slow, fast))
+    (large,) = found["deepseek-v3-h800"]
+    assert 0.4 < large["predicted"] / large["published"] < 0.5  # without overlapped exchanges and 8-bit floats

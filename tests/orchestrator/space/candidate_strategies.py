@@ -12,6 +12,7 @@ from trials.spec import (
     Experts,
     ImageFolderData,
     Kernels,
+    LatentAttention,
     Layout,
     LinearModel,
     LlamaModel,
@@ -139,6 +140,7 @@ def random_kernels(rng):
 SEEDS = st.integers(0, 2**32).map(random.Random)
 CANDIDATES = SEEDS.map(random_candidate)
 FITTING = SEEDS.map(lambda rng: random_candidate(rng, fitting=True))
+LATENT = LatentAttention(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
 LLAMAS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 6)).map(
     lambda drawn: LlamaModel(
         num_kv_heads=drawn[0],
@@ -148,6 +150,7 @@ LLAMAS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st
         ffn_hidden_size=drawn[2] * 8,
         vocab_size=256 + drawn[2],
         experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=16) if drawn[2] % 3 == 0 else None,
+        latent=LATENT if drawn[1] == 1 and drawn[2] % 2 == 0 else None,
     )
 )
 BATCHES = st.sampled_from([1, 6, 16, 24, 64])

@@ -21,6 +21,7 @@ from trials import legality
 from trials.spec import (
     Candidate,
     Experts,
+    LatentAttention,
     Layout,
     LlamaModel,
     Precision,
@@ -90,6 +91,7 @@ def wrong_recompute(candidate):
 
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16)
+LATENT = LatentAttention(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 BROKEN_WHEN = {
     "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
     "tp-num-heads": lambda c, w: w.model.num_heads % c.layout.tp != 0,
@@ -112,15 +114,36 @@ BROKEN_WHEN = {
         c.layout.num_copies == 2
         and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
     ),
-    "experts": lambda c, w: w.model.experts is not None and (c.layout.tp >= 2 or c.precision.level in FP8),
+    "experts": lambda c, w: (
+        w.model.experts is not None
+        and (
+            c.precision.level in FP8
+            or (
+                c.layout.tp >= 2
+                and (
+                    c.layout.ep % c.layout.tp > 0
+                    or c.layout.tp_engine == "dtensor"
+                    or c.layout.num_copies == 2
+                    or w.seq_length % (c.layout.cp * c.layout.tp) > 0
+                )
+            )
+        )
+    ),
     "expert-parallel": lambda c, w: (
         c.layout.ep > 1
         and (
             w.model.experts is None
-            or c.layout.zero_stage not in (2, 3)
             or 4 % c.layout.ep > 0
-            or c.layout.dp_shard * c.layout.cp % c.layout.ep > 0
+            or (c.layout.dp_shard if c.layout.zero_stage else c.layout.dp_replicate)
+            * c.layout.cp
+            * c.layout.tp
+            % c.layout.ep
+            > 0
         )
+    ),
+    "latent-attention": lambda c, w: (
+        w.model.latent is not None
+        and (c.precision.level in FP8 or (c.layout.tp > 1 and c.layout.tp_engine == "dtensor"))
     ),
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
@@ -232,7 +255,9 @@ OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
 
 def test_every_rule_is_put_to_the_test():
     awkward = dataclasses.replace(
-        WORKLOAD, seq_length=30, model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97, experts=EXPERTS)
+        WORKLOAD,
+        seq_length=30,
+        model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97, experts=EXPERTS, latent=LATENT),
     )
     rng, found = random.Random(0), set()
     for _ in range(1500):
