@@ -49,6 +49,7 @@ from orchestrator.search.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.space.knobs import roles_of
 from orchestrator.space.notation import describe, short_name
 from orchestrator.sweep.snapshot import Home
+from orchestrator.units import count
 from trials.accelerator.kinds import DeviceKind
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
 from trials.files import fields_json, to_json

@@ -301,8 +301,8 @@ def _syntax_error(file: Path, text: str, error: yaml.YAMLError) -> ConfigError:
 SEE_DOCS = "See docs/sweep-file.md."
 _REMEDY = "Keep secrets in the environment, not in files."
 _REMEDY_COMMAND = (
-    "Command lines are visible to every user on the host. Put the secret in an environment variable, list the variable in "
-    "env_pass, and read it in your script."
+    "Command lines are visible to every user on the host. Put the secret in an environment variable, list the variable "
+    "in env_pass, and read it in your script."
 )
 
 

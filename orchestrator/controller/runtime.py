@@ -781,7 +781,8 @@ class Runtime:
         if now_s - self._full_since_s > SPACE_S:
             folder = self._ledger.folder
             raise DiskFullError(
-                f"the disk of {folder} has been full for {SPACE_S / 60:.0f} min. Free some space, then resubmit the sweep"
+                f"the disk of {folder} has been full for {SPACE_S / 60:.0f} min. Free some space, then resubmit the "
+                "sweep"
             )
 
     @property

@@ -156,7 +156,8 @@ def _no_counterpart(kind: str, config: Mapping[str, Any], file: Path) -> ConfigE
         f"{what} is not supported by the built-in runner",
         file=file,
         key="model_type",
-        remedy=f"Supported: {', '.join(FAMILIES)} and resnet. For a Llama model of a given size, pass --parameters 13B.",
+        remedy=f"Supported: {', '.join(FAMILIES)} and resnet. For a Llama model of a given size, pass --parameters "
+        "13B.",
     )
 
 
