@@ -131,7 +131,7 @@ def test_logs_of_attempts_and_ranks_that_do_not_exist(tmp_path):
         (("0", "--rank", "2"), "Ranks: 0 to 1"),
         (("1",), "not been launched yet"),
         (("7",), "t000 to t001"),
-        (("best",), "nothing was measured yet"),
+        (("best",), "nothing has been measured yet"),
         (("../0",), "unknown trial '../0'"),
     ):
         result = run("logs", "story", *arguments, "--home", tmp_path)
