@@ -22,7 +22,7 @@ class _NestedRepeatError(Exception):
 
 @functools.lru_cache(maxsize=1024)  # every candidate has the same few patterns
 def pattern_problem(pattern: str) -> str | None:
-    """Return what is wrong with a selective-recompute pattern; None if nothing."""
+    """Return what is wrong with a pattern; None if nothing."""
     if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
         return f"a pattern must have 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
     try:
