@@ -112,7 +112,18 @@ BROKEN_WHEN = {
     ),
     "copies": lambda c, w: (
         c.layout.num_copies == 2
-        and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
+        and not (
+            c.layout.tp > 1
+            and c.layout.tp_engine == "local"
+            and (
+                c.micro_batch_size in (2, 4, 8)
+                or (
+                    c.layout.cp == 1
+                    and c.loader.batching != "buckets"
+                    and w.seq_length % (2 * c.layout.tp if c.layout.sequence_parallel else 2) == 0
+                )
+            )
+        )
     ),
     "experts": lambda c, w: (
         w.model.experts is not None
