@@ -59,7 +59,7 @@ EXIT_CODES = (
     "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage or input; "
     "3 `verify` was inconclusive; 4 cluster, disk or store failure; 130 interrupted."
 )
-"""Of all commands but `verify`, whose help has its own list."""
+"""Printed below the help of every command except `verify`, which has its own list."""
 
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
