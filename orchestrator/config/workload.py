@@ -68,28 +68,19 @@ class CountedSection(Section):
     num_layers: Size = Field(description="The number of layers in the list.")
     num_parameters: int = Field(default=0, ge=0, description="The number of trained parameters; 0 if unknown.")
     flops_per_sample: float = Field(default=0.0, ge=0, description="The forward and backward FLOPs per sample.")
-    activation_elements: int = Field(
-        default=0, ge=0, description="The number of elements kept for the backward pass, per sample."
-    )
+    activation_elements: int = Field(default=0, ge=0, description="Elements kept per sample for the backward pass.")
     num_kernels: int = Field(default=0, ge=0, description="The number of operators in a forward pass.")
-    has_batch_norm: bool = Field(
-        default=False, description="Whether the module normalises over the samples of a micro-batch."
-    )
+    has_batch_norm: bool = Field(default=False, description="Whether the module uses batch normalisation.")
     has_convolutions: bool = Field(default=False, description="Whether the module has `Conv2d` layers.")
-    no_pipeline: str | None = Field(
-        default=None, description="The reason why a pipeline cannot split the module; null if it can."
-    )
+    no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split the module; null if it can.")
     no_tensor_parallel: str | None = Field(
-        default=None, description="The reason why `tp` cannot split the module; null if it can."
+        default=None, description="Why `tp` cannot split the module; null if it can."
     )
     head: str | None = Field(
-        default=None,
-        description="The module that computes the logits of a decoder and can also compute its loss; null if there is "
-        "none.",
+        default=None, description="The module that computes the logits and can compute the loss; null if none."
     )
     shape: dict[str, float] | None = Field(
-        default=None,
-        description="The dimensions of a similar decoder, used to predict the step time; null if there is none.",
+        default=None, description="The dimensions of a similar decoder, used to predict the step time; null if none."
     )
 
     def to_facts(self) -> ModuleFacts:
@@ -164,8 +155,7 @@ class HuggingFaceSection(Section):
         description="The path to the model's config.json, relative to the sweep file, or its content."
     )
     counted: CountedSection | None = Field(
-        default=None,
-        description="Properties of the model, found by building it once. By default, it is built on this machine.",
+        default=None, description="Properties of the model, found by building it (by default, on this machine)."
     )
 
     @field_validator("config", mode="before")
@@ -231,7 +221,7 @@ _EXPERTS = Experts(num_experts=1, top_k=1, ffn_hidden_size=1)
 
 
 class ExpertsSection(Section):
-    """The mixture of experts that takes the place of the feed-forward network."""
+    """A mixture of experts as the feed-forward network."""
 
     num_experts: Size = Field(description="The number of routed experts in a layer.")
     top_k: Size = Field(description="The number of routed experts per token, at most `num_experts`.")
@@ -242,9 +232,7 @@ class ExpertsSection(Section):
         description="The total inner width of the experts that process every token; 0 for none.",
     )
     num_dense_layers: int = Field(
-        default=_EXPERTS.num_dense_layers,
-        ge=0,
-        description="The number of initial layers that have a dense feed-forward network.",
+        default=_EXPERTS.num_dense_layers, ge=0, description="The number of initial layers with a dense feed-forward."
     )
     scores: Literal["softmax", "sigmoid"] = Field(
         default=_EXPERTS.scores, description="The function that turns the router's logits into weights."
@@ -262,14 +250,13 @@ class ExpertsSection(Section):
         default=_EXPERTS.aux_loss,
         ge=0,
         le=100,
-        description="The weight of the per-sequence auxiliary loss that balances the experts, such as 1e-4; 0 for no "
-        "such loss.",
+        description="The weight of the per-sequence loss that balances the experts, such as 1e-4; 0 for none.",
     )
     z_loss: float = Field(
         default=_EXPERTS.z_loss,
         ge=0,
         le=100,
-        description="The weight of the router's z-loss, which keeps logits small, such as 1e-3; 0 for no such loss.",
+        description="The weight of the router's z-loss, which keeps logits small, such as 1e-3; 0 for none.",
     )
     capacity: float | None = Field(
         default=_EXPERTS.capacity,
@@ -296,10 +283,7 @@ class LatentSection(Section):
     qk_rope_head_dim: Size = Field(description="The size of the rotary part of a query or key. Must be even.")
     v_head_dim: Size = Field(description="The size of a value, at most that of a key.")
     q_lora_rank: int = Field(
-        default=0,
-        ge=0,
-        description="The width of the vector that queries are projected from; 0 to project them from the hidden "
-        "states.",
+        default=0, ge=0, description="The width of the latent vector for queries; 0 to use the hidden states."
     )
 
     def to_latent(self) -> LatentAttention:
@@ -321,9 +305,7 @@ class LlamaSection(Section):
     rope_theta: Positive = Field(default=10000.0, description="The base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="The epsilon of RMSNorm.")
     experts: ExpertsSection | None = Field(
-        default=None,
-        description="The mixture of experts that takes the place of the feed-forward network. If null, the model is "
-        "dense.",
+        default=None, description="A mixture of experts as the feed-forward network. If null, the model is dense."
     )
     latent: LatentSection | None = Field(
         default=None,
@@ -386,7 +368,7 @@ class ResNetSection(Section):
 
     kind: Literal["resnet"] = Field(description="The model family.")
     depth: Literal[18, 50] = Field(
-        default=ResNetModel().depth, description="The depth: 18 (with basic blocks) or 50 (with bottlenecks)."
+        default=ResNetModel().depth, description="18 with basic blocks, 50 with bottlenecks."
     )
     num_classes: Size = Field(default=ResNetModel().num_classes, description="The number of classes.")
     image_size: int = Field(
@@ -514,14 +496,9 @@ class TextSection(Section):
     kind: Literal["text"] = Field(description="How the data is read.")
     path: str | None = Field(
         default=None,
-        description="The path to a file or directory, relative to the sweep file. If null, the source code of the "
-        "Python standard library is used.",
+        description="A file or directory, relative to the sweep file. If null, Python's standard library is used.",
     )
-    pattern: str = Field(
-        default="*.py",
-        min_length=1,
-        description="A glob pattern for the files in a directory, which is searched recursively.",
-    )
+    pattern: str = Field(default="*.py", min_length=1, description="A glob pattern for files, applied recursively.")
     lengths: Lengths | None = _LENGTHS_FIELD
 
     _resolve = field_validator("path")(resolve)
@@ -634,8 +611,7 @@ class WorkloadSection(Section):
 
     TAG: ClassVar[str] = "built-in"
     model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
-        description="The model, as a mapping or as the path to a YAML file that contains the mapping, relative to the "
-        "sweep file."
+        description="The model, as a mapping or as the path to a YAML file, relative to the sweep file."
     )
     data: Annotated[DataSection, Field(discriminator="kind")] = Field(
         default=None,
@@ -644,9 +620,7 @@ class WorkloadSection(Section):
         "resnet, and `random` for linear.",
     )
     seq_length: Size | None = Field(
-        default=None,
-        description="The number of tokens per sequence. Required for llama and huggingface, and not allowed for other "
-        "models.",
+        default=None, description="Tokens per sequence. Required for llama and huggingface, not allowed for others."
     )
     global_batch_size: Size = Field(description="The number of samples (sequences) per optimiser step, over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
@@ -835,14 +809,10 @@ class PythonSection(Section):
 
     TAG: ClassVar[str] = "python"
     kind: Literal["python"] = Field(description="The kind of workload.")
-    model: FunctionName = Field(
-        description="The function that builds the module, such as `my_model:build`. It takes no arguments."
-    )
-    loss: FunctionName = Field(
-        description="The function that takes outputs and targets and returns the mean loss, a scalar."
-    )
+    model: FunctionName = Field(description="A function without arguments that builds the module: `my_model:build`.")
+    loss: FunctionName = Field(description="A function of outputs and targets that returns the mean loss, a scalar.")
     data: FunctionName = Field(
-        description="The function that returns a map-style dataset of pairs of input and target. It takes no arguments."
+        description="A function without arguments that returns a map-style dataset of pairs of input and target."
     )
     layers: ModulePath = Field(
         description="The dotted path to the list of layers (a `ModuleList`) in the module. These layers are the units "
@@ -856,24 +826,19 @@ class PythonSection(Section):
     )
     tensor_parallel: dict[ModulePattern, Style] = Field(
         default={},
-        description="How `tp` splits modules, by path, such as `{layers.*.up: colwise}`. `*` matches one part of a "
-        "path.",
+        description="How `tp` splits modules, by path, such as `{layers.*.up: colwise}`. `*` matches one path part.",
     )
     cwd: str = Field(
         default=".",
         validate_default=True,
-        description="The directory that contains the code, relative to the sweep file. It is also the working "
-        "directory of the ranks.",
+        description="The directory of the code, relative to the sweep file, and the working directory of the ranks.",
     )
-    seq_length: Size | None = Field(
-        default=None, description="The number of tokens per sample. If null, speed is measured in samples."
-    )
+    seq_length: Size | None = Field(default=None, description="Tokens per sample. If null, speed is in samples/s.")
     global_batch_size: Size = Field(description="The number of samples per optimiser step, over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The seed for weights and data order.")
     counted: CountedSection | None = Field(
-        default=None,
-        description="Properties of the model, found by building it once. By default, it is built on this machine.",
+        default=None, description="Properties of the model, found by building it (by default, on this machine)."
     )
 
     _resolve = field_validator("cwd")(resolve)
