@@ -60,8 +60,8 @@ ERROR_RATE = 0.05
 """Error of a family: probability that any interval at any look misses the true value."""
 
 SHAPES: Mapping[Family, float] = {"baseline": 0.4, "finalists": 0.4, "earlier": 0.25}
-"""Shape of the boundary by family. In benchmarks/confirmation, as early as Pocock's for large differences, and better
-for small ones."""
+"""Shape of the boundary by family. In benchmarks/confirmation, nearly as early as Pocock's for large differences, and
+better for small ones."""
 
 LEAST_HOPE = 0.1
 """Probability of being shown different by the remaining rounds below which a finalist is given up."""
