@@ -173,12 +173,12 @@ def home_disk(home: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        remedy = "Make it writable, or choose another folder with --home."
+        remedy = "Make it writable, or choose another directory with --home."
         raise TroubleError(f"{folder} is not writable: {error.strerror}", remedy, "fail") from None
     free = shutil.disk_usage(folder).free
     words = f"{units.num_bytes(free)} free in {home}"
     if free < LOW_DISK_BYTES:
-        remedy = "Free some space, or choose a folder on another disk with --home."
+        remedy = "Free some space, or choose a directory on another disk with --home."
         raise TroubleError(words, remedy, "fail" if free < MIN_DISK_BYTES else "warn")
     return words
 

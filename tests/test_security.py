@@ -108,7 +108,7 @@ def test_credentials_are_known_by_their_form(text, shown):
     "text",
     [
         "loss 3.2 at step 100, 2048 tokens, eos_token=</s>",
-        "cluster.api_key: secrets do not belong here. Keep secrets in the environment, not in files.",
+        "cluster.api_key: sweep files must not contain secrets. Keep secrets in the environment, not in files.",
         "git@github.com:a/b, sqlite:////srv/a@b/mlflow.db, http://host:5000/#/experiments/1?x=2",
         "Basic usage of bearer authentication",
         "true disabled 123456",

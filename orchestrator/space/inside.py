@@ -45,7 +45,7 @@ def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, reme
 
     def check(value: Any) -> Any:
         if is_fit is not None and not is_fit(value):
-            raise fault(None, f"{name} cannot be set to this value inside a program", remedy)
+            raise fault(None, f"{name} cannot be set to this value by the hook", remedy)
         return value
 
     return _values(Annotated[_ROWS[name].type, AfterValidator(check)]), Field(default=None, description=note)
@@ -70,7 +70,7 @@ _FIELDS: dict[str, Any] = {
         "dataloader",
         "auto: tune workers and prefetch by hill climbing while the program starts.",
         lambda value: value in (None, LoaderTuning()),
-        "Use manual or auto.",
+        "Use 'manual' or 'auto'.",
     ),
     "prefetch_factor": _row("prefetch_factor", "Batches that this DataLoader prefetches per worker."),
     "pin_memory": _row("pin_memory", "Whether this DataLoader copies batches into page-locked memory."),
@@ -79,10 +79,13 @@ _FIELDS: dict[str, Any] = {
         "precision",
         "O0, or O1: autocast to bfloat16 around the forward pass.",
         lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
-        "Use O0 or O1.",
+        "Use 'O0' or 'O1'.",
     ),
     "recompute": _row(
-        "recompute", "full: recompute the repeated block in the backward pass.", _is_all_or_none, "Use none or full."
+        "recompute",
+        "full: recompute the repeated block in the backward pass.",
+        _is_all_or_none,
+        "Use 'none' or 'full'.",
     ),
     "compile": _row("compile", "Compile the repeated block, or the model."),
     "attention": _row("attention", "Kernel of `scaled_dot_product_attention`."),
@@ -91,13 +94,13 @@ _FIELDS: dict[str, Any] = {
         "cudnn_benchmark",
         "Whether cuDNN benchmarks its kernels.",
         lambda value: value in ((), CUDNN_ON),
-        "Use off or on.",
+        "Use 'off' or 'on'.",
     ),
     "memory_format": _row(
         "memory_format",
         "nhwc: model and inputs in channels-last layout.",
         lambda value: value != "auto",
-        "Use nchw or nhwc.",
+        "Use 'nchw' or 'nhwc'.",
     ),
     "ddp_bucket_mb": _own(
         Annotated[float, Field(gt=0, le=2**20)], "Size of DistributedDataParallel's gradient buckets, in MiB."
@@ -111,7 +114,7 @@ _Knobs: Any = create_model("_Knobs", __base__=Section, **_FIELDS)
 
 def _is_field(name: str) -> str:
     if not name.isidentifier():
-        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use the field's Python name.")
+        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use the name of the field in Python.")
     return name
 
 

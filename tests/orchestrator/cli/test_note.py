@@ -125,12 +125,12 @@ def test_secrets_are_masked_and_lines_are_joined(tmp_path, monkeypatch):
 
 BAD = {
     "no sweep": (("note", "strory", "x"), "Did you mean"),
-    "no trial": (("note", "story", "t009", "x"), "It has t000 to t001."),
-    "text first": (("note", "story", "x", "t001"), "Use 3, t003, baseline, best or winner."),
+    "no trial": (("note", "story", "t009", "x"), "Trials: t000 to t001."),
+    "text first": (("note", "story", "x", "t001"), "Use a number (3 or t003), 'baseline', 'best' or 'winner'."),
     "too long": (("note", "story", "x" * 1001), "the note has 1,001 characters; the limit is 1,000. Shorten it."),
     "no value": (("note", "story", "--tag", "team"), "expected KEY=VALUE, got 'team'"),
-    "empty value": (("note", "story", "--tag", "team="), "--remove-tag team removes the tag"),
-    "long value": (("note", "story", "--tag", f"team={'x' * 251}"), "Use 1 to 250"),
+    "empty value": (("note", "story", "--tag", "team="), "To remove the tag, use --remove-tag team"),
+    "long value": (("note", "story", "--tag", f"team={'x' * 251}"), "expected 1 to 250"),
     "bad key": (("note", "story", "--tag", "my team=x"), "Use up to 64 letters, digits"),
     "reserved": (("note", "story", "--tag", "tc.role=x"), "the tag 'tc.role' is reserved"),
     "of MLflow": (("note", "story", "--remove-tag", "mlflow.user"), "the tag 'mlflow.user' is reserved"),

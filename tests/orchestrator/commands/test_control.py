@@ -140,7 +140,7 @@ def test_failed_trials_are_retried_and_only_they(tmp_path):
     first = submit_file(file, found).state
     crashed = [trial.number for trial in first.trials if trial.status == "crashed"]
     assert 0 < len(crashed) < 8
-    with pytest.raises(ConfigError, match="no trial of 'first' ended as host_oom"):
+    with pytest.raises(ConfigError, match="the sweep 'first' has no trial that ended as host_oom"):
         steering.retry(NAME, found, ["host_oom"])
     answer = steering.retry(NAME, found, ["crashed", "timed_out"])
     assert (answer.trials, answer.state) == (tuple(crashed), "running")

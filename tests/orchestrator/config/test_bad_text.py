@@ -26,7 +26,7 @@ def test_a_duplicate_key_is_refused_at_every_level(tmp_path, path):
     error = refusal(tmp_path, text)
     assert error.line == last + 1
     assert error.key == dotted(path)
-    assert error.message == f"duplicate key, first on line {here + 1}"
+    assert error.message == f"duplicate key; first set on line {here + 1}"
 
 
 def _key_paths(lines):
@@ -42,7 +42,7 @@ def _key_paths(lines):
     ("content", "line", "words"),
     [
         ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
-        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number with 5002 characters is too large"),
+        ("name: x\nseed: 0x" + "f" * 5000, 2, "the number is too large (5002 digits)"),
         (bytes(range(256)) * 50, None, ""),
         ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),
     ],
@@ -61,7 +61,7 @@ def test_plain_aliases_work(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "a\0b"])
 def test_a_file_that_cannot_be_opened(tmp_path, name):
-    with pytest.raises(ConfigError, match="cannot be read") as caught:
+    with pytest.raises(ConfigError, match="cannot read") as caught:
         load_sweep(tmp_path / name)
     assert caught.value.file == str(tmp_path / name)
 

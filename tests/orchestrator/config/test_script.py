@@ -78,7 +78,7 @@ BAD = {
     "text": ({"workload.run": "python train.py --bs '4 5'"}, "workload.run", 'Write [python, train.py, --bs, "4 5"]'),
     "truth": ({"workload.run.1": True}, "workload.run.1", "Quote the value"),
     "typo": ({"workload.run.3": "{micro_batchsize}"}, "workload.run.3", "Did you mean '{micro_batch_size}'?"),
-    "launcher": ({"workload.run": ["torchrun", "train.py"]}, "workload.run", "Write run: [python, train.py]"),
+    "launcher": ({"workload.run": ["torchrun", "train.py"]}, "workload.run", "Use run: [python, train.py]"),
     "cwd": ({"workload.cwd": "gone"}, "workload.cwd", "relative to the sweep file"),
     "script": ({"workload.run.1": "gone.py"}, "workload.run.1", "relative to cwd"),
     "program": ({"workload.run.0": "no-such-program"}, "workload.run.0", "Install it"),

@@ -27,7 +27,7 @@ def test_a_change_is_read_back_and_the_rest_stays(tree, keys, value, file):
     for key in keys[:-1]:
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
-            with pytest.raises(ConfigError, match=r"f\.(json|yaml|toml): .*its parent is a value"):
+            with pytest.raises(ConfigError, match=r"f\.(json|yaml|toml): .*the parent key is a value"):
                 edited(text, file, {".".join(keys): value})
             return
     place[keys[-1]] = value
