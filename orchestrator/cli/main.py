@@ -56,16 +56,17 @@ OF_A_PATH = (
 )
 """Codes of system errors that another path or port would avoid; the others are caused by the host."""
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage or input; 3 could not verify; "
-    "4 cluster, disk or store failure; 130 interrupted."
+    "Exit codes: 0 success; 1 the sweep or request failed; 2 invalid usage or input; "
+    "3 `verify` was inconclusive; 4 cluster, disk or store failure; 130 interrupted."
 )
+"""Printed below the help of every command except `verify`, which has its own list."""
 
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Get started": preparing.COMMANDS,
     "Run and control": (*running.COMMANDS, *sweeps.STOPPING),
     "Inspect": (*sweeps.LOOKING, sweeps.note, production.ui),
-    "Ship": production.PROMOTING,
+    "Promote and export": production.PROMOTING,
     "Other": completion.COMMANDS,
 }
 """All commands, by their titles in the help."""
@@ -142,6 +143,6 @@ def main(verbose: bool) -> None:
 
 
 for _command in (_command for _commands in SECTIONS.values() for _command in _commands):
-    _command.epilog = EXIT_CODES
+    _command.epilog = None if _command is production.verify else EXIT_CODES
     _command.context_settings = main.context_settings  # a command used without the group has -h, too
     main.add_command(completion.offer_names(_command))

@@ -39,12 +39,17 @@ home_option = click.option(
     default=DEFAULT_HOME,
     show_default=True,
     callback=_home_of_command,
-    help=f"Folder with all sweeps and the local MLflow store (or {HOME_VARIABLE}).",
+    show_envvar=True,
+    help="Directory for sweeps and the local MLflow store.",
 )
 global_home_option = click.option(
-    "--home", type=_HOME_TYPE, expose_value=False, callback=_keep_home, help="Same as --home after the command."
+    "--home",
+    type=_HOME_TYPE,
+    expose_value=False,
+    callback=_keep_home,
+    help="Directory for sweeps; can also be given after the command.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON to stdout.")
 
 
 def program_options() -> tuple[str, ...]:
@@ -75,5 +80,5 @@ def announce(links: dict[str, str], as_json: bool) -> None:
 
 
 CLUSTER_HELP = (
-    "Simulate this cluster instead: dgx-h100 or another name from configs/clusters, or a file like ./mine.yaml."
+    "Simulate this cluster instead: a name from configs/clusters, such as dgx-h100, or a file, such as ./mine.yaml."
 )

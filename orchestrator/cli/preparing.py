@@ -26,38 +26,55 @@ if TYPE_CHECKING:
 # Getting started: write a first sweep file, and check that this machine can run it.
 
 
-_MODEL = "A Hugging Face config.json, a folder with one, or a model file."
+_MODEL = "Model to train: a Hugging Face config.json, a directory that contains one, or a model file."
+_ADDRESS = "Defaults to $RAY_ADDRESS, then to `cluster.address` in FILE."
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
-@click.option("--recipe", metavar="NAME", help="Framework of COMMAND; default: detected.")
+@click.option("--recipe", metavar="NAME", help="Framework that COMMAND uses. Detected by default.")
 @click.option("--model", type=click.Path(path_type=Path), help=_MODEL)
-@click.option("--parameters", metavar="SIZE", help="Instead of --model: a Llama of this size, like 13B.")
+@click.option("--parameters", metavar="SIZE", help="Use a Llama model of this size, such as 13B, instead of `--model`.")
 @click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
-@click.option("--address", metavar="HOST:PORT", help="A running Ray cluster; default: this host.")
-@click.option("--nodes", type=click.IntRange(1), help="Number of nodes; default: all nodes of the cluster.")
-@click.option("--devices-per-node", type=click.IntRange(1), help="Devices per node; default: all.")
-@click.option("--seq-length", type=click.IntRange(1), help="Tokens per sequence; default: the model's, up to 4096.")
-@click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per step; default: typical for the model.")
-@click.option("--max-trials", type=click.IntRange(1), help="Maximum number of trials; default: 25, or 12 on CPUs.")
-@click.option("--name", help="Name of the sweep; default: the model's name.")
-@click.option("--output", "-o", type=_OUTPUT, help="File to write; default: sweep.yaml, or NAME.yaml.")
+@click.option("--address", metavar="HOST:PORT", help="Address of the Ray cluster to use. Defaults to this machine.")
+@click.option("--nodes", type=click.IntRange(1), help="Number of nodes to use. Defaults to all nodes in the cluster.")
 @click.option(
-    "--run/--no-run", "runs", default=True, help="Run COMMAND for a few steps to detect its batch size (default)."
+    "--devices-per-node", type=click.IntRange(1), help="Number of devices to use on each node. Defaults to all of them."
+)
+@click.option(
+    "--seq-length", type=click.IntRange(1), help="Tokens per sequence. Defaults to the model's maximum, up to 4096."
+)
+@click.option(
+    "--global-batch-size",
+    type=click.IntRange(1),
+    help="Sequences per optimiser step. Defaults to a typical value for the model.",
+)
+@click.option(
+    "--max-trials", type=click.IntRange(1), help="Maximum number of trials. Defaults to 25, or to 12 on CPUs."
+)
+@click.option("--name", help="Name of the sweep. Defaults to the name of the script or model.")
+@click.option(
+    "--output", "-o", type=_OUTPUT, help="File to write. Defaults to sweep.yaml, or to NAME.yaml with `--example`."
+)
+@click.option(
+    "--run/--no-run",
+    "runs",
+    default=True,
+    show_default=True,
+    help="Run COMMAND for a few training steps to detect its batch size and what its options do.",
 )
 @click.option(
     "--run-time",
     type=click.FloatRange(1),
     default=180.0,
     show_default=True,
-    help="Time limit for all runs of COMMAND together, in seconds.",
+    help="Total time limit for running COMMAND, in seconds.",
 )
-@click.option("--example", metavar="NAME", help="Write this example instead; --list shows them.")
+@click.option("--example", metavar="NAME", help="Write the example NAME instead (see `--list`).")
 @click.option("--list", "list_examples", is_flag=True, help="List the examples and exit.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
-@click.option("--yes", is_flag=True, help="Do not prompt.")
+@click.option("--yes", is_flag=True, help="Do not prompt for missing values.")
 @json_option
 def init(
     command: tuple[str, ...],
@@ -72,12 +89,14 @@ def init(
     run_time: float,
     **questions_asked: Any,
 ) -> None:
-    """Write a first sweep file for a command or a model.
+    """Generate a starter sweep file for a command or a model.
 
-    With a training COMMAND, init parses it, runs it for three steps to detect the batch size, and runs it again with
-    each promising option changed, to find out what the option does. It lists whatever it could not parse or detect;
-    --no-run only parses. With --model or --parameters, the cost model chooses a typical baseline that fits into memory:
-    replace it with your current configuration. --cluster simulates a cluster from its description.
+    Given a training COMMAND, parses it, runs it for three steps to detect the batch size, then reruns it with each
+    promising option changed to see what the option does. Lists everything that could not be parsed or detected. With
+    `--no-run`, only parses the command.
+
+    With `--model` or `--parameters`, uses the cost model to choose a typical baseline that fits in memory. Replace this
+    baseline with your current configuration. To tune for a cluster that you do not have, simulate it with `--cluster`.
 
     \b
     Examples:
@@ -146,7 +165,7 @@ def _ask_user(questions: Questions) -> Questions:
         is_path = Path(answer).exists() or "/" in answer or answer.endswith(".json")
         questions = replace(questions, model=Path(answer)) if is_path else replace(questions, parameters=answer)
     if questions.cluster is None and questions.address is None:
-        words = "Cluster (HOST:PORT of a Ray head, a name like dgx-h100, or empty for this host)"
+        words = "Cluster (HOST:PORT of a Ray head node, a name like dgx-h100, or empty for this host)"
         answer = click.prompt(words, default="", show_default=False, err=True)
         if ":" in answer:
             questions = replace(questions, address=answer)
@@ -201,7 +220,7 @@ def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
         grid.add_row("not parsed", remark)
     program = Invocation.current(DEFAULT_HOME)
     steps = {
-        program.command("check", str(file)): "run three steps to check that trials can be measured",
+        program.command("check", str(file)): "run three training steps to check that trials can be measured",
         program.command("submit", str(file)): "run the same check, then the sweep",
     }
     return Group(Text(f"Wrote {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
@@ -225,15 +244,14 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to check; default: RAY_ADDRESS, or the one in FILE.")
+@click.option("--address", metavar="HOST:PORT", help=f"Address of the Ray cluster to check. {_ADDRESS}")
 @home_option
 @json_option
 def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
-    """Check that this host can run sweeps.
+    """Check that this machine can run sweeps.
 
-    Checks torch, devices, Ray, MLflow, disk, memory, limits and load. Reports ok, warn or fail for each
-    check, and a remedy for each problem.
-    Changes nothing and starts nothing. Exit code 0: sweeps can run; 1: something must be fixed first.
+    Checks PyTorch, devices, Ray, MLflow, disk, memory, limits and load. Reports ok, warn or fail for each check, and
+    suggests a fix for each problem. Changes nothing and starts nothing. Exits with code 1 if a check fails.
 
     \b
     Examples:
@@ -259,7 +277,7 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
 @click.option(
     "--why",
     metavar="CANDIDATE",
-    help="Candidate to explain: baseline, its number or name in the plan, or knobs like '{tp: 2}'.",
+    help="Candidate to explain: `baseline`, a number or name from the plan, or knobs such as '{tp: 2}'.",
 )
 @click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
 @home_option
@@ -267,8 +285,9 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
 def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: bool) -> None:
     """Show what a sweep would try, without running it.
 
-    Lists the candidates of FILE with the cost model's predictions, and what is ruled out and why. Uses the results of
-    earlier dry runs: it shows them, and rules out candidates that would not fit into memory.
+    Lists the candidates generated from FILE with their predicted step time and memory, and shows which ones are ruled
+    out and why. If there are results from earlier dry runs, shows them and rules out candidates that would not fit in
+    memory.
 
     \b
     Examples:
@@ -292,43 +311,50 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
     "--trial",
     "trials",
     multiple=True,
-    help="Trial to simulate: baseline (the default), a number or name from `plan`, or knobs to change in the baseline, "
-    "like '{tp: 2}'. Repeatable.",
+    help="Candidate to simulate: `baseline` (the default), a number or name from `plan`, or knobs to change in the "
+    "baseline, such as '{tp: 2}'. Can be repeated.",
 )
-@click.option("--all", "all_legal", is_flag=True, help="All legal candidates; `plan` and `submit` use the results.")
+@click.option(
+    "--all",
+    "all_legal",
+    is_flag=True,
+    help="Simulate the valid candidates, up to `--limit`. `plan` and `submit` reuse the results.",
+)
 @click.option(
     "--limit",
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="Maximum number of candidates with --all, in the order of the plan.",
+    metavar="N",
+    help="With `--all`, simulate only the first N candidates in the plan.",
 )
 @click.option(
     "--max-device-memory",
     metavar="SIZE",
-    help='Memory of a device, such as "80GB"; default: device_memory in FILE, or that of the GPUs on this host.',
+    help="Memory limit per device, such as 80GB. Defaults to `cluster.device_memory` in FILE, or to the memory of this "
+    "machine's GPUs.",
 )
 @click.option(
     "--fragmentation",
     type=click.FloatRange(0.0, 1.0),
     default=FRAGMENTATION,
     show_default=True,
-    help="Memory that the allocator reserves on top of live memory, as a fraction of live memory.",
+    help="Extra memory that the allocator reserves, as a fraction of live memory.",
 )
 @click.option(
     "--device",
     type=click.Choice(list(FAMILIES)),
-    help="Device to simulate; default: the one in FILE, or cuda if unknown.",
+    help="Type of device to simulate. Defaults to the one in FILE, or to cuda if FILE specifies none.",
 )
-@click.option("--exact", is_flag=True, help="Simulate all layers instead of extrapolating from a few.")
+@click.option("--exact", is_flag=True, help="Simulate every layer instead of extrapolating from a few.")
 @home_option
 @json_option
 def dryrun(
     file: Path, trials: tuple[str, ...], all_legal: bool, limit: int, home: Path, as_json: bool, **options: Any
 ) -> None:
-    """Estimate memory and FLOPs of trials without running them.
+    """Estimate candidates' memory use and FLOPs without running them.
 
-    Simulates trials of FILE on this machine, at any world size, and reports memory, FLOPs and collectives.
+    Simulates candidates from FILE on this machine, at any world size, and reports memory use, FLOPs and collectives.
 
     \b
     Examples:
@@ -356,10 +382,11 @@ def dryrun(
 @home_option
 @json_option
 def probe(file: Path, home: Path, as_json: bool) -> None:
-    """Measure the cluster's hardware and find slow nodes.
+    """Benchmark the cluster and find slow nodes.
 
-    Measures matmul, copy and all-reduce rates of the cluster in FILE, and saves them for the cost model of `plan` and
-    `submit`. Takes seconds. With cluster.exclude_slow_nodes in FILE, trials avoid the slow nodes.
+    Measures the matmul, copy and all-reduce throughput of the cluster described in FILE, and saves the results for the
+    cost model that `plan` and `submit` use. This takes a few seconds. If `cluster.exclude_slow_nodes` is set in FILE,
+    no trials are scheduled on slow nodes.
 
     \b
     Example:
@@ -379,17 +406,18 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to run on; default: RAY_ADDRESS, or the one in FILE.")
+@click.option("--address", metavar="HOST:PORT", help=f"Address of the Ray cluster to run on. {_ADDRESS}")
 @home_option
 @json_option
 def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
-    """Run three steps to check that trials can be measured.
+    """Run three training steps to check that trials can be measured.
 
-    Runs the smallest candidate of FILE, compares what the hook records with the numbers in FILE, and names a remedy for
-    each difference. Shows where step time, loss and memory come from, whether the knobs take effect, and how long the
-    program takes to start. With `space.inside`, a second run shows which of its knobs the program rejects. `submit`
-    starts with the same three-step run, unless --no-check is given. Exit code 0: trials can be measured; 2: something
-    must be fixed first.
+    Runs the smallest candidate in FILE, compares the recorded values with those declared in FILE, and suggests a fix
+    for each mismatch. Shows how step time, loss and memory are measured, whether each knob takes effect, and how long
+    the program takes to start. If `space.inside` is set, a second run shows which of those knobs the program rejects.
+
+    `submit` begins with the same check, unless you pass `--no-check`. Exits with code 2 if something must be fixed
+    before trials can be measured.
 
     \b
     Examples:

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 # Commands on recorded sweeps and registered configurations.
 
 
-_store_option = click.option("--tracking-uri", help="MLflow store to use instead of the one in --home.")
-_reason_option = click.option("--reason", default="", help="Reason, for the history.")
+_store_option = click.option("--tracking-uri", help="URI of the MLflow store to use instead of the one in `--home`.")
+_reason_option = click.option("--reason", default="", help="Reason to record in the history.")
 _expect_option = click.option(
-    "--expect-current", metavar="V", help="Fail unless version V (or none) is in production: compare-and-set."
+    "--expect-current",
+    metavar="V",
+    help="Compare-and-set: fail unless V is the current production version. Pass `none` if there should be none.",
 )
 
 
@@ -43,14 +45,14 @@ _port = click.IntRange(1, 65535)
 
 @click.command()
 @click.argument("sweep", required=False)
-@click.option("--port", type=_port, help="Port of the page on this host.  [default: 5080, or any free port]")
-@click.option("--page-only", is_flag=True, help="Serve the page without MLflow.")
-@click.option("--mlflow-port", type=_port, help="Port of MLflow.  [default: 5000, or the next free port]")
+@click.option("--port", type=_port, show_default="5080, or any free port", help="Port for the web page.")
+@click.option("--page-only", is_flag=True, help="Serve the web page without the MLflow UI.")
+@click.option("--mlflow-port", type=_port, show_default="5000, or the next free port", help="Port for the MLflow UI.")
 @click.option(
     "--mlflow-host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to serve MLflow at. MLflow has no password: anyone who can reach it can change its data.",
+    help="Address to serve the MLflow UI on. MLflow has no password, so anyone who can reach it can change its data.",
 )
 @home_option
 @json_option
@@ -63,11 +65,11 @@ def ui(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Serve a live page of the sweep, and MLflow.
+    """Serve a live web page for a sweep, plus the MLflow UI.
 
-    Serves both until interrupted. The page follows SWEEP live: trials, best so far, confirmation, logs of every rank;
-    its buttons pause, drain, cancel, resume and retry. Without SWEEP, it lists all sweeps. It accepts connections from
-    this host only, with the token in the printed address.
+    Serves both until interrupted. The page shows the trials, best result, confirmation and logs of SWEEP as they
+    change. It has buttons to pause, drain, cancel, resume and retry. Without SWEEP, it lists all sweeps. It can be
+    opened only on this machine, and only at the printed URL, which contains a token.
 
     \b
     Examples:
@@ -100,13 +102,17 @@ def ui(
 
 @click.command()
 @click.argument("sweep")
-@click.option("--name", help="Name of the configuration, e.g. llama-quickstart.  [default: the sweep's name]")
-@click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
-@click.option("--force", is_flag=True, help="Promote any measured trial, even without proof; recorded as forced.")
+@click.option("--name", help="Name to register the configuration under. Defaults to the sweep's name.")
+@click.option("--trial", help="Promote this trial, such as 3 or t003, instead of the confirmed winner.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Promote any measured trial, even if it is not confirmed. The promotion is recorded as forced.",
+)
 @click.option(
     "--candidate",
     is_flag=True,
-    help="Register it under the alias candidate, not in production. Required for simulated sweeps.",
+    help="Register the version under the alias `candidate` instead of `production`. Required for simulated sweeps.",
 )
 @_change_options
 @home_option
@@ -122,12 +128,14 @@ def promote(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Put the confirmed winner of a sweep into production.
+    """Register a sweep's confirmed winner as the production version.
 
-    Registers the winner of SWEEP, with its recipe and evidence, as a new version of NAME in MLflow's registry. The
-    version gets the alias production; the one that it replaces gets the alias previous. The commands rollback, history,
-    show and verify take this NAME. Refused unless the winner was confirmed to be faster and passed the loss gate. Does
-    nothing if the same recipe is already in production.
+    Registers the winner's configuration and measurements as a new version of NAME in the MLflow Model Registry. The new
+    version gets the alias `production`; the version that it replaces gets the alias `previous`. Use NAME with
+    `rollback` and `history`, and NAME@production with `show` and `verify`.
+
+    Fails unless the winner was confirmed to be faster and its losses match the baseline's. Does nothing if the same
+    configuration is already in production.
 
     \b
     Examples:
@@ -157,7 +165,7 @@ def promote(
 
 @click.command()
 @click.argument("name")
-@click.option("--to", metavar="V", help="Version to restore; default: the previous one.")
+@click.option("--to", metavar="V", help="Version to restore. Defaults to the previous one.")
 @_change_options
 @_store_option
 @home_option
@@ -171,10 +179,10 @@ def rollback(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Put the previous version back into production.
+    """Restore the previous production version.
 
-    The files of that version of NAME must be unchanged since it was registered. A rollback is recorded like a
-    promotion, and can itself be rolled back.
+    Fails if the files of the version to restore have changed since it was registered. A rollback is recorded like a
+    promotion and can itself be rolled back.
 
     \b
     Examples:
@@ -197,7 +205,7 @@ def rollback(
 @home_option
 @json_option
 def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
-    """List the versions of NAME that were in production, newest first.
+    """List past and current production versions, newest first.
 
     \b
     Example:
@@ -219,7 +227,7 @@ def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> N
 def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
     """Print a registered configuration.
 
-    REFERENCE is NAME@production or NAME@3.
+    REFERENCE is NAME@ALIAS or NAME@VERSION, such as llama@production or llama@3.
 
     \b
     Example:
@@ -242,7 +250,8 @@ def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) ->
 def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
     """Show the differences between two configurations.
 
-    Compares knobs, workload, environment and evidence. A and B are NAME@production, NAME@3, or a trial as SWEEP:TRIAL.
+    Compares knobs, workload, environment and measurements. A and B are each NAME@ALIAS or NAME@VERSION (such as
+    llama@production or llama@3), or SWEEP:TRIAL for a trial.
 
     \b
     Examples:
@@ -264,23 +273,27 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     type=click.IntRange(2, 100),
     default=12,
     show_default=True,
-    help="Maximum number of rounds; stops earlier once the answer is clear.",
+    help="Maximum number of rounds. Stops earlier once the result is clear.",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.05,
     show_default=True,
-    help="Relative slowdown to tolerate.",
+    help="Slowdown to tolerate, as a fraction of the speed at promotion.",
 )
 @click.option(
     "--ignore",
     "ignored",
     multiple=True,
     type=click.Choice(["driver", "library", "program", "hardware", "training", "speed", "loss"]),
-    help="Kind of drift to ignore. Repeatable.",
+    help="Kind of drift to ignore. Can be repeated.",
 )
-@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, instead of the one in the sweep's file.")
+@click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="Address of the Ray head node. Defaults to $RAY_ADDRESS, then to `cluster.address` in the sweep file.",
+)
 @_store_option
 @home_option
 @json_option
@@ -294,22 +307,23 @@ def verify(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Measure a promoted configuration again to detect drift.
+    """Re-measure a promoted configuration to detect drift.
 
-    Measures NAME@production and its baseline on the current cluster, and compares the result with that of the
-    promotion: driver and libraries, speed-up over the baseline, speed, and losses step by step. Each round restarts
-    both. Rounds are interleaved, so that a temporarily slow machine is not reported as drift, and continue until a
-    slowdown is shown or ruled out. The result is recorded in MLflow.
+    Re-measures NAME@production and its baseline on the current cluster, and compares the driver, libraries, speed,
+    speed-up and losses of each step with those recorded at promotion. Each round runs both, so a temporary slowdown of
+    the machine is not mistaken for drift. Rounds continue until a regression is confirmed or ruled out. The result is
+    recorded in MLflow.
 
     \b
     Exit codes, for cron and CI:
-      0  no drift: a slowdown beyond the tolerance is ruled out
-      1  drift
-      2  the version does not exist, or it was altered
-      3  could not verify: too much noise, too few rounds, different hardware
-         or no cluster; shows the slowdown that is ruled out, and how many
-         more rounds are needed
-      4  MLflow store or disk failure
+      0    no drift: a slowdown beyond the tolerance is ruled out
+      1    drift
+      2    invalid usage, or the version does not exist or was altered
+      3    inconclusive: too much noise, too few rounds, different hardware,
+           or no cluster; prints how large a slowdown has been ruled out and
+           how many more rounds are needed
+      4    MLflow store or disk failure
+      130  interrupted
 
     \b
     Examples:
@@ -346,13 +360,17 @@ COMMAND = "command"
 
 @click.command()
 @click.argument("reference", required=False)
-@click.option("--format", "name", help="Export format; --formats lists them.")
+@click.option("--format", "name", help="Export format to use (see `--formats`).")
 @click.option("--formats", "lists", is_flag=True, help="List the export formats.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder; created if missing.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory to write the files to. By default, they are printed.",
+)
 @click.option(
     "--allow-lossy",
     is_flag=True,
-    help="Export even if the framework cannot express everything; warnings list what is lost.",
+    help="Export even if the framework cannot express every knob. Warnings list what is lost.",
 )
 @click.option(
     "--as",
@@ -360,7 +378,8 @@ COMMAND = "command"
     type=click.Choice(["hook", "diff"]),
     default="hook",
     show_default=True,
-    help="For knobs without a flag: include the hook that sets them, or list the lines to add to your program.",
+    help="For knobs that your program has no option for, include the `hook` that sets them, or list the lines to add "
+    "to your program (`diff`).",
 )
 @home_option
 @_store_option
@@ -376,14 +395,15 @@ def export(
     tracking_uri: str | None,
     as_json: bool,
 ) -> None:
-    """Write a configuration as a command or framework files.
+    """Export a configuration as a command or framework config files.
 
-    REFERENCE is NAME@production, NAME@3, or a trial as SWEEP:TRIAL. A sweep of your own training program is exported as
-    its command, with copies of its configuration files and a diff against yours (--format command, the default for such
-    sweeps).
+    REFERENCE is NAME@ALIAS or NAME@VERSION (such as llama@production or llama@3), or SWEEP:TRIAL for a trial.
 
-    Exits with 2 if the framework cannot express something. A warning on stderr lists what was approximated or is left
-    to your script.
+    For a sweep of your own training program, exports the training command, copies of its config files with the new
+    settings, and a diff against your originals. This is `--format command`, the default for such sweeps.
+
+    Exits with code 2 if the framework cannot express a knob. Warnings on stderr list knobs that were
+    approximated or that your script must set itself.
 
     \b
     Examples:

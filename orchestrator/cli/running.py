@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # How these commands start the controller, here or in the background, and what they print.
 
 
-_HERE = "Run the controller in this terminal even with an address; the default without one."
+_HERE = (
+    "Run the controller in this terminal even if there is a cluster address. This is the default without an address."
+)
 
 
 class Where(NamedTuple):
@@ -56,13 +58,13 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     wrapped: Callable[..., Any] = with_where
     for option in (
         click.option("--follow", is_flag=True, help="Print the output of a background controller until it ends."),
-        click.option("--detach", is_flag=True, help="Run the controller in the background on this host."),
+        click.option("--detach", is_flag=True, help="Run the controller in the background on this machine."),
         click.option("--foreground", is_flag=True, help=_HERE),
         click.option(
             "--address",
             metavar="HOST:PORT",
-            help="Head of a Ray cluster, or http://HOST:PORT of its dashboard; default: RAY_ADDRESS, then "
-            "cluster.address in the file. The controller runs there as a Ray Job.",
+            help="Address of the Ray head node, or the URL of its dashboard (http://HOST:PORT). The controller runs "
+            "there as a Ray job. Defaults to $RAY_ADDRESS, then to `cluster.address` in the sweep file.",
         ),
     ):
         wrapped = option(wrapped)
@@ -348,10 +350,16 @@ def _next_steps(submission: Submission, started: StartedSubmission) -> str:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--replace", is_flag=True, help="Replace an existing sweep of this name that has no measurements.")
-@click.option("--no-check", is_flag=True, help="Skip the short run before the sweep of a training program.")
-@click.option("--max-trials", type=click.IntRange(min=1), metavar="N", help="Override budget.max_trials.")
-@click.option("--wall-time", metavar="DURATION", help="Override budget.wall_time: 90s, 30m, 2h.")
+@click.option(
+    "--replace", is_flag=True, help="Replace an existing sweep of the same name. Fails if it has measurements."
+)
+@click.option("--no-check", is_flag=True, help="Skip the initial check of a training program (see `check`).")
+@click.option("--max-trials", type=click.IntRange(min=1), metavar="N", help="Override `budget.max_trials` in FILE.")
+@click.option(
+    "--wall-time",
+    metavar="DURATION",
+    help="Override `budget.wall_time` in FILE with a duration such as 90s, 30m or 2h.",
+)
 @where_options
 @home_option
 @json_option
@@ -365,14 +373,14 @@ def submit(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Run a sweep, or resume one.
+    """Run or resume a sweep.
 
-    Without a cluster address, the sweep of FILE runs in this terminal until it finishes; --detach runs it in the
-    background. With an address, the controller runs as a Ray Job on the cluster's head, and this command returns as
-    soon as it is running; the head must have access to the --home folder. Submitting a sweep that is already
-    running follows it, and updates only its budget.
+    Without a cluster address, the sweep in FILE runs in this terminal until it finishes, or in the background with
+    `--detach`. With an address, the controller runs as a Ray job on the head node, and this command returns once the
+    job is running. The head node must be able to access the `--home` directory.
 
-    A sweep that has spent its budget continues when you submit it with a larger one.
+    If the sweep is already running, its budget is updated from FILE and its progress is shown. To continue a sweep that
+    has used up its budget, submit it with a larger budget.
 
     \b
     Examples:
@@ -398,7 +406,7 @@ def submit(
 def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json: bool) -> None:
     """Resume a paused or interrupted sweep.
 
-    SWEEP continues with the file that it was submitted with.
+    Uses the sweep file that SWEEP was submitted with.
 
     \b
     Examples:
@@ -418,8 +426,8 @@ def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json
     flag_value="faults",
     default="faults",
     metavar="[=CLASS,...]",
-    help="Classes of trials; default: crashed, timed_out, gang_lost and host_oom. Also: oom, infeasible, diverged, "
-    "not_believed and stopped_early.",
+    help="Failure classes to retry. Defaults to crashed, timed_out, gang_lost and host_oom. The other classes are oom, "
+    "infeasible, diverged, not_believed and stopped_early.",
 )
 @where_options
 @home_option
@@ -431,10 +439,10 @@ def retry(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Launch failed trials of a sweep again.
+    """Retry a sweep's failed trials.
 
-    If the controller of SWEEP is running, it handles the request. If not, the sweep is resumed, even if it had finished
-    or failed.
+    If the sweep's controller is running, it retries the trials. Otherwise, the sweep is resumed, even if it has already
+    finished or failed.
 
     \b
     Examples:
@@ -480,11 +488,13 @@ def confirm(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Confirm a trial against the baseline.
+    """Confirm that a trial is faster than the baseline.
 
-    Measures TRIAL of SWEEP again, interleaved with the baseline, and runs the loss gate. TRIAL is a number (3
-    or t003), winner or best (the default). Every sweep ends by confirming its fastest trials this way; the latest
-    verdict counts. The request is not limited by the sweep's budget.
+    Re-measures TRIAL, interleaved with the baseline, and checks that its losses match. TRIAL is a trial number (3 or
+    t003), `winner` or `best` (the default).
+
+    Every sweep ends by confirming its fastest trials this way. The new verdict replaces the sweep's previous one. Runs
+    even if the sweep's budget is used up.
 
     \b
     Examples:
@@ -507,10 +517,10 @@ def profile(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Run a trial again with the profiler.
+    """Rerun a trial under the profiler.
 
-    Profiles TRIAL of SWEEP as configured in section `profile` of its file. TRIAL is a number (3 or t003),
-    baseline, best or winner (the default). The traces open in Perfetto; see docs/profiler.md.
+    Profiles TRIAL using the `profile` section of the sweep file. TRIAL is a trial number (3 or t003), `baseline`,
+    `best` or `winner` (the default). You can open the traces in Perfetto; see docs/profiler.md.
 
     \b
     Examples:

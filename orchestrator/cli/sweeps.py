@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def ps(home: Path, as_json: bool) -> None:
     """List all sweeps.
 
-    Shows the state, progress, best trial and controller of each sweep. A sweep is interrupted if it should run but has
-    no running controller. Trials are done, running (run) or waiting to be launched (wait).
+    Shows the state, progress, best trial and controller of each sweep. A sweep is shown as interrupted if it should be
+    running but has no controller. The trial columns count finished (done), running (run) and queued (wait) trials.
 
     \b
     Examples:
@@ -53,9 +53,9 @@ def ps(home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def status(sweep: str, home: Path, as_json: bool) -> None:
-    """Show the state of a sweep.
+    """Show a sweep's current state.
 
-    Shows the lease and budgets of SWEEP, its running trials and their nodes, pending requests, and recent failures.
+    Shows the sweep's lease and budget, its running trials and their nodes, pending requests, and recent failures.
 
     \b
     Example:
@@ -77,11 +77,12 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
 def watch(sweep: str, home: Path, as_json: bool) -> None:
     """Follow a sweep until it ends or is paused.
 
-    The controller of SWEEP may run anywhere. Ctrl-C does not affect the sweep.
+    Works no matter which machine the sweep's controller runs on. Pressing Ctrl-C does not affect the sweep. Exits with
+    code 1 if the sweep failed or lost its controller.
 
-    With --json, prints one JSON object per line: first the current state, then each change. "change" is the kind of
-    line: sweep (state, trials, best), lease (nodes, waiting), trial (state, nodes, speed) or progress (phase, step).
-    Exits with 1 if the sweep failed or lost its controller.
+    With `--json`, prints one JSON object per line: first the current state, then each change. The "change" field gives
+    the type of the record: sweep (with the fields state, trials and best), lease (nodes, waiting), trial (state, nodes,
+    speed) or progress (phase, step).
 
     \b
     Examples:
@@ -127,10 +128,17 @@ def follow_sweep(sweep: str, home: Home, *, as_json: bool = False) -> Snapshot |
 @click.command()
 @click.argument("sweep")
 @click.argument("trial", required=False)
-@click.option("--rank", type=click.IntRange(0), help="Only this rank; default: all, starting with the first to fail.")
-@click.option("--attempt", type=click.IntRange(0), help="Launch of the trial, from 0; default: the last.")
 @click.option(
-    "--lines", type=click.IntRange(0), default=200, show_default=True, help="Show the last N lines of each log."
+    "--rank", type=click.IntRange(0), help="Rank to show. Defaults to all ranks, starting with the first to fail."
+)
+@click.option("--attempt", type=click.IntRange(0), help="Attempt to show, numbered from 0. Defaults to the latest.")
+@click.option(
+    "--lines",
+    type=click.IntRange(0),
+    default=200,
+    show_default=True,
+    metavar="N",
+    help="Show the last N lines of each log.",
 )
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the trial or controller ends.")
 @home_option
@@ -145,11 +153,13 @@ def logs(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Show the logs of a trial or of the controller.
+    """Show the logs of a trial or the controller.
 
-    TRIAL is a number (3 or t003), baseline, best or winner; without it, shows the controller's log. A TRIAL alone
-    refers to the latest sweep. Logs stay on the nodes where their ranks ran: for other nodes, shows the node and path,
-    and the last lines of failed ranks. With --json and --follow, prints one JSON object per line.
+    TRIAL is a trial number (3 or t003), `baseline`, `best` or `winner`. Without TRIAL, shows the controller's log. If
+    you give only TRIAL, the latest sweep is used.
+
+    Logs are kept on the node where each rank ran. For ranks on other nodes, shows only the node and the path of the
+    log, plus the last lines if the rank failed. With `--json` and `--follow`, prints one JSON object per line.
 
     \b
     Examples:
@@ -175,18 +185,18 @@ def logs(
 @click.command()
 @click.argument("sweep")
 @click.argument("trial", required=False)
-@click.option("--diagnose", is_flag=True, help="Diagnose TRIAL against the baseline, instead of the winner.")
+@click.option("--diagnose", is_flag=True, help="Break down TRIAL instead of the winner, compared with the baseline.")
 @home_option
 @json_option
 def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: bool) -> None:
     """Explain where the step time goes, or what happened to a trial.
 
-    Without TRIAL: the step time breakdown of the baseline and the winner of SWEEP, their bottlenecks, the knob for each
-    and its expected gain; the importance of each knob; the accuracy of the predictions. Works while the sweep is
-    running.
+    Without TRIAL, shows the step time breakdown and bottlenecks of the baseline and the winner, which knob would
+    relieve each bottleneck and by how much, the importance of each knob, and how accurate the predictions were. Also
+    works while the sweep is running.
 
-    With TRIAL: why it was proposed, is waiting or failed; where each launch of it ran; which rank failed, and how the
-    sweep reacted. TRIAL is a number (3 or t003), baseline, best or winner.
+    With TRIAL, shows why it was proposed, why it is queued or has failed, where each attempt ran, which rank failed,
+    and what was done about it. TRIAL is a trial number (3 or t003), `baseline`, `best` or `winner`.
 
     \b
     Examples:
@@ -224,12 +234,12 @@ def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> 
     is_flag=False,
     flag_value="",
     metavar="[FILE]",
-    help="Write a self-contained page with plots; default: SWEEP-report.html.",
+    help="Write a self-contained HTML page with plots to FILE. Defaults to SWEEP-report.html.",
 )
 @home_option
 @json_option
 def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> None:
-    """Show the result of a sweep: verdict, trials, failures.
+    """Show a sweep's result: verdict, trials and failures.
 
     \b
     Examples:
@@ -267,8 +277,8 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
 def compare(a: str, b: str, home: Path, as_json: bool) -> None:
     """Compare two sweeps.
 
-    Shows the results of A and B; how their best configurations, workloads, hardware, software and budgets differ; and
-    the speeds of all candidates that both measured. To compare promoted versions or single trials, use `diff`.
+    Shows the results of A and B, the speeds of all candidates that both measured, and how their best configurations,
+    workloads, hardware, software and budgets differ. To compare promoted versions or single trials, use `diff`.
 
     \b
     Examples:
@@ -287,8 +297,8 @@ def compare(a: str, b: str, home: Path, as_json: bool) -> None:
 @click.argument("sweep")
 @click.argument("trial", required=False)
 @click.argument("text", required=False)
-@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Tag to set; repeatable.")
-@click.option("--remove-tag", "removed", multiple=True, metavar="KEY", help="Tag to remove; repeatable.")
+@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Set a tag. Can be repeated.")
+@click.option("--remove-tag", "removed", multiple=True, metavar="KEY", help="Remove a tag. Can be repeated.")
 @home_option
 @json_option
 def note(
@@ -300,11 +310,13 @@ def note(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Add a note or tags to a sweep or a trial.
+    """Add a note or tags to a sweep or trial.
 
-    Without TRIAL, they apply to SWEEP. TRIAL is a number (3 or t003), baseline, best or winner. TEXT replaces an
-    earlier note, and an empty TEXT removes it. Reports, pages and MLflow show notes and tags, whether the sweep is
-    running or over. With neither TEXT nor a tag option, prints the current notes and tags.
+    Without TRIAL, the note and tags apply to the whole sweep. TRIAL is a trial number (3 or t003), `baseline`, `best`
+    or `winner`. TEXT replaces any earlier note, and an empty TEXT removes it. With neither TEXT nor a tag option,
+    prints the current note and tags.
+
+    You can add notes and tags during or after a sweep. They appear in reports, on the web page and in MLflow.
 
     \b
     Examples:
@@ -356,7 +368,7 @@ def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
 
 
 _no_wait_option = click.option(
-    "--no-wait", is_flag=True, help="Return at once instead of waiting until it takes effect."
+    "--no-wait", is_flag=True, help="Return immediately instead of waiting for the request to take effect."
 )
 
 
@@ -366,10 +378,10 @@ _no_wait_option = click.option(
 @home_option
 @json_option
 def pause(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
-    """Stop a sweep now, to resume it later.
+    """Stop a sweep immediately so that you can resume it later.
 
-    Kills the running trials of SWEEP and releases its nodes. The killed trials are not counted as failures; `resume`
-    launches them again.
+    Kills the sweep's running trials and releases its nodes. The killed trials do not count as failures; `resume`
+    restarts them.
 
     \b
     Examples:
@@ -385,9 +397,9 @@ def pause(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def drain(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
-    """Let running trials finish, then pause the sweep.
+    """Pause a sweep once its running trials have finished.
 
-    No further trials of SWEEP are started; `resume` continues it.
+    Starts no new trials in the meantime. To continue the sweep, use `resume`.
 
     \b
     Example:
@@ -402,9 +414,9 @@ def drain(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
 @home_option
 @json_option
 def cancel(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
-    """Stop a sweep for good.
+    """Stop a sweep permanently.
 
-    Kills the running trials of SWEEP and keeps all measurements. A cancelled sweep cannot be resumed.
+    Kills the sweep's running trials and keeps all measurements. A cancelled sweep cannot be resumed.
 
     \b
     Example:
@@ -431,18 +443,20 @@ def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool)
 
 @click.command()
 @click.argument("sweep")
-@click.option("--yes", "-y", is_flag=True, help="Do not prompt; required without a terminal.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation. Required if there is no terminal.")
 @click.option(
-    "--force", is_flag=True, help="Delete even if a promoted configuration depends on it or it cannot be read."
+    "--force",
+    is_flag=True,
+    help="Delete the sweep even if a promoted configuration depends on it or its files cannot be read.",
 )
-@click.option("--mlflow", "in_mlflow", is_flag=True, help="Also delete its MLflow runs.")
+@click.option("--mlflow", "in_mlflow", is_flag=True, help="Also delete the sweep's MLflow runs.")
 @home_option
 @json_option
 def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_json: bool) -> None:
-    """Remove a sweep and its files.
+    """Delete a sweep and its files.
 
-    Removes the folder of SWEEP with its ledger, logs and attempts. Refused while a controller is running. Versions in
-    MLflow's registry are always kept.
+    Deletes the sweep's directory, including its ledger, logs and attempts. Fails if its controller is running. Versions
+    in the MLflow Model Registry are always kept.
 
     \b
     Examples:

@@ -176,7 +176,7 @@ def _default(value: dict[str, Any], title: str) -> str:
 
 
 def _type(value: dict[str, Any]) -> str:
-    """Short words for a type: ``whole number ≥ 1 or list``."""
+    """Short words for a type: ``integer ≥ 1 or list``."""
     if options := value.get("anyOf") or value.get("oneOf"):
         kinds = [_type(option) for option in options]
         return " or ".join(dict.fromkeys(kind for kind in " or ".join(kinds).split(" or ")))
@@ -194,7 +194,7 @@ def _type(value: dict[str, Any]) -> str:
 
 
 def _scalar(value: dict[str, Any]) -> str:
-    names = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
+    names = {"integer": "integer", "number": "number", "string": "string", "boolean": "boolean"}
     kind = names.get(value.get("type", ""), str(value.get("type", "any")))
     bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     shown = [f"{sign} {value[name]:g}" for name, sign in bounds if name in value and value[name] < HUGE]

@@ -34,24 +34,28 @@ class LearnFromSection(Section):
     """Earlier runs of the same program that you recorded in MLflow yourself."""
 
     experiment: str = Field(
-        min_length=1, max_length=500, description="Name or id of the MLflow experiment; its finished runs are read."
+        min_length=1, max_length=500, description="The name or ID of the MLflow experiment whose finished runs to read."
     )
     uri: str | None = Field(
         default=None,
         pattern=URI_PATTERN,
-        description="MLflow store with the experiment: http(s)://host:port or sqlite:////absolute/path.db; null: the "
-        "store of section `tracking`.",
+        description="The URI of the MLflow store that has the experiment: `http(s)://host:port` or "
+        "`sqlite:////absolute/path.db`. If null, the store in the `tracking` section is used.",
     )
     metric: str = Field(
         min_length=1,
         max_length=250,
-        description="Metric with the speed; of several values in a run, the median of the later half counts.",
+        description="The metric that contains the speed. If a run has several values, the median of the later half is "
+        "used.",
     )
-    unit: SpeedUnit = Field(description="Unit of the metric; rates without `/device` count all devices of the run.")
+    unit: SpeedUnit = Field(
+        description="The unit of the metric. Rates without `/device` are totals over all devices of the run."
+    )
     params: dict[Annotated[str, Field(min_length=1, max_length=250)], str] = Field(
         min_length=1,
         max_length=64,
-        description="MLflow param to the knob of this file with the same values. Other knobs count as in the baseline.",
+        description="A mapping from MLflow params to the knobs in this file that have the same values. Other knobs are "
+        "assumed to have the value in the baseline.",
     )
 
     @model_validator(mode="after")
@@ -63,35 +67,38 @@ class LearnFromSection(Section):
 
 
 class SearchSection(Section):
-    """Order in which candidates are tried."""
+    """How to choose the candidates to try."""
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",
-        description="guided: cost model, or typical effects of knobs, corrected by the trials of the sweep; "
-        "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
+        description="The sampler that chooses candidates. `guided` uses the cost model, or the typical effects of "
+        "knobs, corrected by the sweep's trials; `tpe` is a tree-structured Parzen estimator; `random` "
+        "chooses at random; `grid` tries every candidate in order.",
     )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
-    max_concurrent: Size = Field(default=1, description="Number of trials that run at the same time.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The seed for the sampler.")
+    max_concurrent: Size = Field(default=1, description="The maximum number of trials that run at the same time.")
     stop_when_converged: bool = Field(
-        default=False, description="Stop early when the guided sampler expects no further improvement."
+        default=False, description="Whether to stop early when the guided sampler expects no further improvement."
     )
     patience: Size | None = Field(
-        default=None, description="Stop after this many consecutive trials without a new best; null: never."
+        default=None,
+        description="The number of consecutive trials without a new best after which the search stops. If null, it "
+        "never stops for this reason.",
     )
     transfer: bool = Field(
         default=True,
-        description="Start the guided sampler from measurements of earlier sweeps in the same MLflow store, on "
-        "the same hardware.",
+        description="Whether the guided sampler learns from earlier sweeps in the same MLflow store, on the same "
+        "hardware.",
     )
     learn_from: LearnFromSection | None = Field(
         default=None,
-        description="Runs of the same program in your own MLflow experiment, as further prior knowledge of the guided "
-        "sampler; null: none.",
+        description="Earlier runs of the same program that you recorded in MLflow yourself. The guided sampler learns "
+        "from them too. If null, it uses none.",
     )
     early_stop: EarlyStopFactor = Field(
         default=1.5,
-        description="Stop a trial once its first steps show that it is slower than the best one by this factor, "
-        "according to the objective; off: measure every trial in full.",
+        description="The factor by which the first steps of a trial must be slower than the best trial, by the "
+        "objective, for it to be stopped early. `off` measures every trial in full.",
     )
 
     @model_validator(mode="after")

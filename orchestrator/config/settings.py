@@ -175,8 +175,8 @@ Environment = Annotated[
 # Sections made from the table of knobs: ``baseline``, ``space`` and the patterns in it
 
 _WORLD_SIZE = (
-    "Allowed numbers of ranks (pp x dp_replicate x dp_shard x cp x tp). Default: all leased devices, or those "
-    "of cluster.min_nodes."
+    "The allowed numbers of ranks (`pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`). Defaults to the "
+    "number of leased devices, or of devices on `cluster.min_nodes` nodes."
 )
 
 
@@ -208,11 +208,11 @@ _SpaceKnobs: Any = create_model("_SpaceKnobs", __base__=Section, **_patterns(res
 
 
 class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
-    """The configuration used today, one value per knob. Omitted knobs have their default; in your training program
-    they keep the value in its command, and `from_run` keeps all of them."""
+    """Your current configuration, with one value per knob. Omitted knobs have their default value. For your training
+    program, they keep the value in its command, and `from_run` keeps the values of all knobs."""
 
     own: CustomBaseline | None = Field(
-        default=None, description="Values of custom knobs by name. Omitted knobs keep the value in the command."
+        default=None, description="The values of custom knobs, by name. Omitted knobs keep the value in the command."
     )
 
     def values(self) -> dict[str, Any]:
@@ -220,9 +220,9 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
 
 
 class PatternSection(_PatternKnobs):  # type: ignore[misc]
-    """Knobs and accepted values; matches a candidate when all of them match."""
+    """Knobs and their accepted values. Matches a candidate if all of them match."""
 
-    own: CustomFilter | None = Field(default=None, description="Custom knobs and accepted values.")
+    own: CustomFilter | None = Field(default=None, description="Custom knobs and their accepted values.")
 
     @model_validator(mode="after")
     def _not_empty(self) -> PatternSection:
@@ -244,25 +244,30 @@ Patterns = Annotated[tuple[PatternSection, ...], BeforeValidator(_to_tuple)]
 
 
 class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
-    """The search space: one value (fixed) or a list of choices per knob. Omitted knobs keep the value of the
+    """The search space. Each knob has one fixed value or a list of choices. Omitted knobs keep the value in the
     baseline."""
 
     own: CustomSpace | None = Field(
         default=None,
-        description="Custom knobs of your training program: `--flag`, `file:dotted.key`, `$NAME`, or a "
-        "placeholder of its command, each with a value, a list, or a mapping of values, flag, "
-        "memory and when.",
+        description="Custom knobs of your training program, by `--flag`, `file:dotted.key`, `$NAME`, or a placeholder "
+        "in its command. Each has a value, a list of values, or a mapping with `values`, `flag`, `memory` "
+        "and `when`.",
     )
     inside: InsideSection | None = Field(
         default=None,
-        description="Knobs that your training program has no option for; the hook sets them inside the program.",
+        description="Knobs to set inside your training program, which needs no option for them.",
     )
-    forbid: Patterns = Field(default=(), description="Candidates that match any of these patterns are excluded.")
-    require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
+    forbid: Patterns = Field(
+        default=(), description="Patterns for candidates to exclude. A candidate is excluded if it matches any of them."
+    )
+    require: Patterns = Field(
+        default=(),
+        description="Patterns that candidates must match. A candidate is excluded unless it matches all of them.",
+    )
     balance: bool = Field(
         default=False,
-        description="For every layout of the space, also try the layers and recompute per stage and chunk that "
-        "the cost model predicts to be fastest within memory. Uses only the kinds of recompute in "
+        description="Whether to add a candidate to every layout in the space: the one whose layers and recompute per "
+        "stage and chunk are predicted to be fastest within memory. It uses only the kinds of recompute in "
         "the space.",
     )
 
@@ -302,28 +307,30 @@ _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class SimulationSection(Section):
-    """A simulated cluster: virtual time, step times and memory from the cost model."""
+    """A simulated cluster runs in virtual time, with step times and memory from the cost model."""
 
     accelerator: Annotated[str, AfterValidator(_known_accelerator)] = Field(
-        description="Accelerator from the catalogue, configs/accelerators, like ascend-910b."
+        description="The accelerator, by its name in configs/accelerators, such as `ascend-910b`."
     )
-    noise: Share = Field(default=0.0, description="Standard deviation of the logarithm of each step time.")
+    noise: Share = Field(default=0.0, description="The standard deviation of the logarithm of each step time.")
     deviation: float = Field(
         default=0.0,
         ge=0,
         le=3,
-        description="Deviation of the machine from the cost model's assumptions, in standard deviations of the prior.",
+        description="How far the cluster deviates from the assumptions of the cost model, in standard deviations of "
+        "the prior.",
     )
     slow_nodes: dict[str, Positive] = Field(
-        default={}, description="Slowdown factor by node (node0000, node0001, ...)."
+        default={}, description="The slowdown factor of each slow node, by name (`node0000`, `node0001`, ...)."
     )
     node_losses: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        default={}, description="Second at which a node is lost, by node."
+        default={}, description="The second at which each lost node is lost, by name."
     )
     faults: dict[Literal["crash", "hang", "start_hang", "exit"], Share] = Field(
-        default={}, description="Probability per launch that a rank raises, stops, never starts or is killed."
+        default={},
+        description="The probability per launch that a rank raises an exception, stops, never starts or is killed.",
     )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of deviation, noise and faults.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The seed for the deviation, noise and faults.")
 
     @model_validator(mode="after")
     def _consistent(self) -> SimulationSection:
@@ -341,55 +348,66 @@ class ClusterSection(Section):
 
     kind: Literal["ray", "local", "simulated"] = Field(
         default="ray",
-        description="ray: a running Ray cluster, or a private one on this host; local: this host without Ray; "
-        "simulated: the cost model in virtual time.",
+        description="The kind of cluster: `ray` is a running Ray cluster or a private one on this machine, `local` is "
+        "this machine without Ray, and `simulated` runs the cost model in virtual time.",
     )
     address: str | None = Field(
-        default=None, description="Address of a running Ray cluster; null starts a private one on this host."
+        default=None,
+        description="The address of a running Ray cluster. If null, a private one is started on this machine.",
     )
-    num_nodes: Size = Field(default=1, description="Nodes to lease.")
+    num_nodes: Size = Field(default=1, description="The number of nodes to lease.")
     min_nodes: Size | None = Field(
         default=None,
-        description="Minimum number of nodes to start and continue with; null: num_nodes. More nodes join as they "
-        "become available.",
+        description="The minimum number of nodes to start and continue with. More nodes join as they become available. "
+        "If null, the minimum is `num_nodes`.",
     )
     max_wait_s: Duration | None = Field(
         default=None,
         alias="max_wait",
-        description='How long to wait for min_nodes, like "30m"; null: no limit.',
+        description="How long to wait for `min_nodes`, such as `30m`. If null, there is no limit.",
     )
-    queue: Identifier = Field(default="default", description="Queue of this sweep; see docs/service.md.")
+    queue: Identifier = Field(default="default", description="The queue that this sweep is in (see docs/service.md).")
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(
-        default=0, description="A sweep with a higher priority takes nodes from lower ones and pauses them."
+        default=0,
+        description="The priority of the sweep. A sweep with a higher priority pauses sweeps with a lower one and "
+        "takes their nodes.",
     )
-    devices_per_node: Size | None = Field(default=None, description="Devices per node; null: all.")
+    devices_per_node: Size | None = Field(
+        default=None, description="The number of devices to use on each node. If null, all devices are used."
+    )
     device: DeviceChoice = Field(
         default="auto",
-        description="auto: accelerators if present, else CPU cores; rocm: AMD GPUs; xpu: Intel GPUs; npu: Ascend.",
+        description="The type of device: `rocm` stands for AMD GPUs, `xpu` for Intel GPUs and `npu` for Ascend NPUs. "
+        "`auto` uses accelerators if there are any, and CPU cores otherwise.",
     )
     device_memory_bytes: ByteSize | None = Field(
         default=None,
         alias="device_memory",
-        description='Memory limit of a rank, like "2GiB", including context and communicators; null: the memory of the '
-        "device. On machines without a GPU it takes the place of device memory.",
+        description="The memory limit of a rank, such as `2GiB`, including the context and communicators. If null, the "
+        "limit is the memory of the device. On machines without a GPU, this limit takes the place of device "
+        "memory.",
     )
     env: Environment = Field(
         default={},
-        description="Environment variables of every rank. They override those of the host and the defaults in "
-        "docs/devices.md, and trials with different values are not compared.",
+        description="Environment variables for every rank. They override those of the node and the defaults in "
+        "docs/devices.md. Trials with different values are never compared.",
     )
     simulation: SimulationSection | None = Field(
-        default=None, description="Parameters of the cluster for kind: simulated."
+        default=None, description="The parameters of the cluster, for `kind: simulated`."
     )
     isolation: Literal["node", "device"] = Field(
-        default="node", description="node: trials never share a node; device: small trials share one."
+        default="node",
+        description="Whether trials share nodes: with `node`, they never do; with `device`, small trials share a node.",
     )
     price_per_device_hour: Positive | None = Field(
-        default=None, description="Price in any currency, used to show costs; null: costs are shown in device-hours."
+        default=None,
+        description="The price of a device-hour in any currency, used to report costs. If null, costs are reported in "
+        "device-hours.",
     )
-    exclude_nodes: list[str] = Field(default=[], description="Leased nodes that trials must not use, by name.")
+    exclude_nodes: list[str] = Field(default=[], description="The names of leased nodes that trials must not use.")
     exclude_slow_nodes: bool = Field(
-        default=False, description="Exclude nodes that `tune-cluster probe` found slow or could not measure."
+        default=False,
+        description="Whether to exclude nodes that `tune-cluster probe` found to be slow or could not measure.",
     )
 
     @property
@@ -445,25 +463,26 @@ class MeasureSection(Section):
     """How a trial is measured."""
 
     min_warmup_steps: int = Field(
-        default=Protocol().min_warmup_steps, ge=1, le=10**6, description="Minimum number of warm-up steps."
+        default=Protocol().min_warmup_steps, ge=1, le=10**6, description="The minimum number of warm-up steps."
     )
     max_warmup_steps: int = Field(
-        default=Protocol().max_warmup_steps, ge=1, le=10**6, description="Maximum number of warm-up steps."
+        default=Protocol().max_warmup_steps, ge=1, le=10**6, description="The maximum number of warm-up steps."
     )
     warmup_tolerance: Positive = Field(
         default=Protocol().warmup_tolerance,
-        description="Warm-up ends when two consecutive step times differ by at most this fraction.",
+        description="The warm-up ends when two consecutive step times differ by at most this fraction.",
     )
-    num_steps: int = Field(default=Protocol().num_steps, ge=1, le=10**6, description="Number of measured steps.")
+    num_steps: int = Field(default=Protocol().num_steps, ge=1, le=10**6, description="The number of measured steps.")
     max_steps: int = Field(
         default=Protocol().max_steps,
         ge=1,
         le=10**6,
-        description="Maximum number of measured steps, used while step times vary too much.",
+        description="The maximum number of measured steps, for step times that vary too much.",
     )
     max_relative_spread: Positive = Field(
         default=Protocol().max_relative_spread,
-        description="More steps are measured while the interquartile range divided by the median is above this.",
+        description="The spread of the step times above which more steps are measured: their interquartile range "
+        "divided by their median.",
     )
 
     @model_validator(mode="after")
@@ -479,37 +498,42 @@ class MeasureSection(Section):
 
 
 class BudgetSection(Section):
-    """When to stop, whichever comes first."""
+    """When to stop. The first limit that is reached ends the sweep."""
 
-    max_trials: Size = Field(default=50, description="Maximum number of trials, including the baseline.")
-    device_hours: Positive | None = Field(default=None, description="Maximum device-hours; null: no limit.")
+    max_trials: Size = Field(default=50, description="The maximum number of trials, including the baseline.")
+    device_hours: Positive | None = Field(
+        default=None, description="The maximum number of device-hours. If null, there is no limit."
+    )
     wall_time_s: Duration | None = Field(
         default=None,
         alias="wall_time",
-        description='Maximum running time of the sweep, like "10m" or "2h"; pauses do not count. null: no limit.',
+        description="The maximum running time of the sweep, such as `10m` or `2h`. Pauses do not count. If null, there "
+        "is no limit.",
     )
-    consecutive_failures: Size = Field(default=5, description="Maximum number of consecutive failed trials.")
+    consecutive_failures: Size = Field(default=5, description="The maximum number of consecutive failed trials.")
     strikes_per_node: Size = Field(
-        default=3, description="A node is excluded after this many consecutive losses or hangs attributed to it."
+        default=3, description="The number of consecutive losses or hangs after which the node responsible is excluded."
     )
 
 
 class DeadlinesSection(Section):
-    """Seconds a trial may spend before it is killed; longer where the cost model expects slow steps."""
+    """How many seconds a trial may spend in each phase before it is killed. Deadlines are longer if the cost model
+    expects slow steps."""
 
     starting_s: Positive = Field(
-        default=Deadlines().starting_s, description="From launch until all ranks are training."
+        default=Deadlines().starting_s, description="The time from the launch until all ranks are training."
     )
-    warmup_s: Positive = Field(default=Deadlines().warmup_s, description="Warm-up.")
-    measuring_s: Positive = Field(default=Deadlines().measuring_s, description="Measured steps.")
-    stall_s: Positive = Field(default=Deadlines().stall_s, description="Maximum time without progress on any rank.")
+    warmup_s: Positive = Field(default=Deadlines().warmup_s, description="The time for warm-up steps.")
+    measuring_s: Positive = Field(default=Deadlines().measuring_s, description="The time for measured steps.")
+    stall_s: Positive = Field(default=Deadlines().stall_s, description="The maximum time without progress on any rank.")
     compile_s: Positive = Field(
         default=Deadlines().compile_s,
-        description="Total compilation time; the other deadlines are paused while a rank compiles.",
+        description="The total compilation time. The other deadlines are paused while a rank compiles.",
     )
     placing_s: Positive = Field(
         default=600.0,
-        description="Maximum wait for nodes while no trial runs; the sweep then stops and can be resumed.",
+        description="The maximum time to wait for nodes while no trial is running. The sweep then stops and can be "
+        "resumed.",
     )
 
     def to_deadlines(self) -> Deadlines:
@@ -517,24 +541,24 @@ class DeadlinesSection(Section):
 
 
 class TrackingSection(Section):
-    """Where results are recorded in MLflow."""
+    """Where to record results in MLflow."""
 
     uri: str | None = Field(
         default=None,
         pattern=URI_PATTERN,
-        description="MLflow tracking URI without credentials: http(s)://host:port or "
-        "sqlite:////absolute/path.db; null: a SQLite store in the tune-cluster home folder.",
+        description="The MLflow tracking URI, without credentials: `http(s)://host:port` or "
+        "`sqlite:////absolute/path.db`. If null, a SQLite store in the `--home` directory is used.",
     )
     experiment: str | None = Field(
         default=None,
         min_length=1,
         max_length=200,
-        description="MLflow experiment; null: named after model and hardware.",
+        description="The name of the MLflow experiment. If null, it is named after the model and the hardware.",
     )
     report: bool = Field(
         default=True,
-        description="Attach the report page and its plots to the MLflow run of the sweep; takes a few seconds at the "
-        "end.",
+        description="Whether to attach the report page and its plots to the sweep's MLflow run. This takes a few "
+        "seconds at the end.",
     )
 
 
@@ -560,16 +584,18 @@ class Switchable(Section):
 
 
 class PromotedSection(Section):
-    """Rounds of a promotion, the reference for those of a verification; written by `verify`."""
+    """The rounds of a promotion, which those of a verification are compared with. Written by `verify`."""
 
     own: list[Positive] = Field(
         min_length=1,
-        description="Speed of the configuration in each round of its promotion, in tokens/s/p (per device).",
+        description="The speed of the configuration in each round of its promotion, in tokens/s/p (per device).",
     )
-    baseline: list[Positive] = Field(default=[], description="Speed of the baseline in the same rounds, if measured.")
-    tolerance: Annotated[float, Field(ge=0, lt=1)] = Field(description="Relative loss of speed that is ignored.")
+    baseline: list[Positive] = Field(
+        default=[], description="The speed of the baseline in the same rounds, if measured."
+    )
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = Field(description="The slowdown to tolerate, as a fraction.")
     hardware: dict[str, str] = Field(
-        default={}, description="Entries of the fingerprint that must match for speeds to be comparable."
+        default={}, description="The entries of the fingerprint that must match for speeds to be comparable."
     )
 
     @model_validator(mode="after")
@@ -587,37 +613,38 @@ class PromotedSection(Section):
 
 
 class ConfirmSection(Switchable):
-    """How the fastest trials are measured again before one of them is confirmed."""
+    """How to re-measure the fastest trials before one of them is confirmed."""
 
     finalists: Annotated[int, Field(ge=1, le=20)] = Field(
         default=ConfirmSettings().num_finalists,
-        description="Maximum number of trials to confirm, chosen from those that may be the fastest.",
+        description="The maximum number of trials to re-measure, chosen from those that may be the fastest.",
     )
     min_rounds: Annotated[int, Field(ge=2, le=100)] = Field(
-        default=ConfirmSettings().min_rounds, description="Minimum number of rounds."
+        default=ConfirmSettings().min_rounds, description="The minimum number of rounds."
     )
     max_rounds: Annotated[int, Field(ge=2, le=100)] = Field(
-        default=ConfirmSettings().max_rounds, description="Maximum number of rounds."
+        default=ConfirmSettings().max_rounds, description="The maximum number of rounds."
     )
     budget_share: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=ConfirmSettings().budget_share,
-        description="Fraction of device_hours and wall_time reserved for confirmation and gate.",
+        description="The fraction of `device_hours` and `wall_time` to reserve for the confirmation and the loss gate.",
     )
 
     soak: Literal["auto", "off"] | Duration = Field(
         default="auto",
-        description="Length of the soak, one longer run each of winner and baseline before the winner is confirmed: "
-        "the time that its measured steps would take at the speed of the rounds. auto: as long as all rounds "
-        "together, at least 30s, and no soak on simulated clusters.",
+        description="The length of the soak, one longer run each of the winner and the baseline before the winner is "
+        "confirmed. It is the time that the measured steps would take at the speed of the rounds. `auto` "
+        "makes the soak as long as all rounds together, at least 30s, and skips it on simulated clusters.",
     )
     always: bool = Field(
         default=ConfirmSettings().always,
-        description="Measure the fastest trials again even if none of them is likely to be faster than the baseline.",
+        description="Whether to re-measure the fastest trials even if none of them is likely to be faster than the "
+        "baseline.",
     )
     promoted: PromotedSection | None = Field(
         default=None,
-        description="Written by `verify`: rounds continue until they show whether the finalist has become "
-        "slower since its promotion.",
+        description="The rounds of a promotion, which those of a verification are compared with. Written by `verify`. "
+        "Rounds continue until they show whether the finalist has become slower since its promotion.",
     )
 
     @model_validator(mode="after")
@@ -640,27 +667,31 @@ class ConfirmSection(Switchable):
 
 
 class GateSection(Switchable):
-    """Whether the winner trains the same model as the baseline."""
+    """How to check that the losses of the winner match those of the baseline."""
 
     num_steps: Annotated[int, Field(ge=2, le=10_000)] = Field(
-        default=GateSettings().num_steps, description="Steps trained by baseline and finalist."
+        default=GateSettings().num_steps, description="The number of steps to train the baseline and the finalist for."
     )
     loss_tolerance: Positive | None = Field(
         default=None,
-        description="Allowed relative deviation of the loss; null: by number format, see docs/loss-gate.md.",
+        description="The allowed relative deviation of the loss. If null, it depends on the number format (see "
+        "docs/loss-gate.md).",
     )
     grad_norm_tolerance: Positive | None = Field(
-        default=None, description="Allowed relative deviation of the gradient norm; null: depends on the number format."
+        default=None,
+        description="The allowed relative deviation of the gradient norm. If null, it depends on the number format.",
     )
     command: list[Annotated[str, Field(min_length=1, max_length=4096)]] = Field(
         default=[],
         max_length=64,
-        description="Custom evaluation of the finalist: program and arguments, run without a shell. `{facts}` "
-        "is replaced by the path of a JSON file that describes the finalist. Exit code 0 means "
-        "passed. Empty: no evaluation.",
+        description="The command of a custom evaluation of the finalist, as a program and its arguments, run without a "
+        "shell. `{facts}` is replaced by the path of a JSON file that describes the finalist. The finalist "
+        "passes if the exit code is 0. If empty, there is no evaluation.",
     )
     command_timeout_s: Duration = Field(
-        default=GateSettings().command_timeout_s, alias="command_timeout", description="Time limit of the evaluation."
+        default=GateSettings().command_timeout_s,
+        alias="command_timeout",
+        description="The time limit for the evaluation.",
     )
 
     @model_validator(mode="after")
@@ -707,33 +738,40 @@ Ranks = Annotated[list[Rank], Word("stages", []), PlainSerializer(lambda ranks: 
 
 
 class ProfileSection(Switchable):
-    """Trials to run again at the end, under the PyTorch profiler."""
+    """Which trials to rerun at the end, under the PyTorch profiler."""
 
     _is_auto: bool = PrivateAttr(default=False)
 
     trials: list[Literal["winner", "baseline"]] = Field(
         default=["winner"],
         min_length=1,
-        description="Trials to profile: winner, baseline. Use `tune-cluster profile` for others.",
+        description="The trials to profile: `winner`, `baseline` or both. For other trials, use `tune-cluster "
+        "profile`.",
     )
     start_step: Step = Field(
         default=_PROFILE.start_step,
-        description="First recorded step, counted from 1 including warm-up; the very first steps compile and allocate.",
+        description="The first step to record, counted from 1 and including the warm-up. The very first steps compile "
+        "and allocate.",
     )
-    stop_step: Step = Field(default=_PROFILE.stop_step, description="Last recorded step.")
+    stop_step: Step = Field(default=_PROFILE.stop_step, description="The last step to record.")
     ranks: Ranks = Field(
         default=[],
         json_schema_extra={"default": "stages"},
-        description="Ranks to record; stages: the first rank of every pipeline stage.",
+        description="The ranks to record. `stages` records the first rank of every pipeline stage.",
     )
-    memory: bool = Field(default=_PROFILE.memory, description="Also record allocations: a timeline, and the peak.")
-    stack: bool = Field(default=_PROFILE.stack, description="Also record Python call stacks; traces become large.")
+    memory: bool = Field(
+        default=_PROFILE.memory, description="Whether to record allocations too: a timeline and the peak."
+    )
+    stack: bool = Field(
+        default=_PROFILE.stack, description="Whether to record Python call stacks too, which makes traces large."
+    )
     communication: bool = Field(
         default=_PROFILE.communication,
-        description="Count collectives per module and flag redundant ones, in one additional step.",
+        description="Whether to count collectives per module and flag redundant ones, in one additional step.",
     )
     output: str | None = Field(
-        default=None, description="Additional folder that traces are copied to; null: only the folder of the sweep."
+        default=None,
+        description="An additional directory to copy traces to. If null, they are only in the sweep's directory.",
     )
 
     _resolve = field_validator("output")(resolve)
@@ -819,24 +857,30 @@ def _webhook_variable(value: str) -> str:
 
 
 class NotifySection(Section):
-    """Receivers of notifications about the sweep. Each gets every notification at least once, in order."""
+    """Where to send notifications about the sweep. Each receiver gets every notification at least once, in order."""
 
     webhook_env: Annotated[str, AfterValidator(_webhook_variable)] | None = Field(
-        default=None, description="Environment variable with the URL to which notifications are posted as JSON."
+        default=None, description="The environment variable that contains the URL to post notifications to, as JSON."
     )
-    webhook_file: str | None = Field(default=None, description="File with the URL, for a controller on another host.")
+    webhook_file: str | None = Field(
+        default=None, description="The file that contains the URL, for a controller on another node."
+    )
     command: list[Annotated[str, Field(min_length=1, max_length=4096)]] | None = Field(
         default=None,
         min_length=1,
         max_length=64,
-        description="Program and arguments, run without a shell: receives JSON on standard input and "
-        "TUNE_CLUSTER_EVENT in its environment.",
+        description="The program to run and its arguments, without a shell. It receives JSON on standard input and "
+        "`TUNE_CLUSTER_EVENT` in its environment.",
     )
     on: list[NotifyEvent] = Field(
-        default=list(EVENTS), min_length=1, description="Events to notify of: " + ", ".join(EVENTS) + "."
+        default=list(EVENTS),
+        min_length=1,
+        description=f"The events to send notifications for: {', '.join(f'`{event}`' for event in EVENTS)}.",
     )
     after_failures: Size = Field(
-        default=3, description="repeated_failure: this many consecutive trials failed, or a node was excluded."
+        default=3,
+        description="The number of consecutive failed trials that counts as a `repeated_failure`. An excluded node "
+        "also counts.",
     )
 
     _resolve = field_validator("webhook_file")(resolve)

@@ -78,42 +78,43 @@ BaselineValue = Annotated[
 class SweepSpec(Section):
     """One sweep, as described in the sweep file."""
 
-    name: Identifier = Field(description="Name of the sweep, its folder and its records.")
+    name: Identifier = Field(description="The name of the sweep, its directory and its records.")
     workload: WorkloadValue = Field(
-        description="What is trained: a built-in model or your module in the built-in runner, or your training program."
+        description="What to train: a built-in model or your own module in the built-in runner, or your training "
+        "program."
     )
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
-    space: SpaceSection = Field(description="Which knobs may change, and their choices.")
+    space: SpaceSection = Field(description="The knobs to vary, and the choices for each.")
     baseline: BaselineValue = Field(
         default=BaselineSection(),
-        description="The configuration used today, always trial 0. from_run: your training program, with the "
-        "command unchanged.",
+        description="Your current configuration, which is always trial 0. `from_run` runs your training program with "
+        "its command unchanged.",
     )
     objective: ObjectiveName = Field(
         default=Objective().name,
-        description="What to optimize, see docs/objective.md: tokens per second per device, step time, or cost "
-        "per token.",
+        description="What to optimise: tokens per second per device, step time, or cost per token (see "
+        "docs/objective.md).",
     )
-    search: SearchSection = Field(default=SearchSection(), description="Order in which candidates are tried.")
+    search: SearchSection = Field(default=SearchSection(), description="How to choose the candidates to try.")
     measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
     budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
     confirm: ConfirmValue = Field(
-        default=ConfirmSection(), description="How the fastest trials are measured again; off: no confirmation."
+        default=ConfirmSection(), description="How to re-measure the fastest trials. `off` skips the confirmation."
     )
     gate: GateValue = Field(
-        default=GateSection(), description="Verify that the winner trains the same model; off disables the check."
+        default=GateSection(), description="How to check that the losses of the winner match. `off` skips the check."
     )
     profile: ProfileValue = Field(
         default=AUTO_PROFILE,
-        description="Trials to run again under the profiler; auto: baseline and winner if the sweep took at "
-        "least ten minutes; off: none.",
+        description="Which trials to rerun under the profiler. `auto` profiles the baseline and the winner if the "
+        "sweep took at least ten minutes; `off` profiles none.",
     )
-    deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="Time limits of a trial.")
+    deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="Time limits for a trial.")
     runner: Annotated[str, AfterValidator(check_runner)] = Field(
-        default="trials.worker:run_rank", description="Function that every rank runs, as module:function."
+        default="trials.worker:run_rank", description="The function that every rank runs, as `module:function`."
     )
-    tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded in MLflow.")
-    notify: NotifySection | None = Field(default=None, description="Who receives notifications about the sweep.")
+    tracking: TrackingSection = Field(default=TrackingSection(), description="Where to record results in MLflow.")
+    notify: NotifySection | None = Field(default=None, description="Where to send notifications about the sweep.")
 
     _source: YamlSource | None = PrivateAttr(default=None)
     _scripted: ScriptSweep | None = PrivateAttr(default=None)

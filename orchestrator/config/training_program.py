@@ -229,68 +229,83 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
 class MetricsSection(Section):
-    """How measurements are read from the output, in addition to reports and the hook."""
+    """How to read measurements from the output of the program, in addition to reports and the hook."""
 
     log: str | None = Field(
         default=None,
-        description="Regular expression for a log line, with the group step and any of loss, step_s, step_ms, "
-        "tokens_per_s, samples_per_s, grad_norm, allocated_gib, reserved_gib; null: that of the "
-        "recipe.",
+        description="A regular expression for a log line, with the group `step` and any of the groups `loss`, "
+        "`step_s`, `step_ms`, `tokens_per_s`, `samples_per_s`, `grad_norm`, `allocated_gib` and `reserved_gib`. If "
+        "null, the expression of the recipe is used.",
     )
     files: list[str] = Field(
-        default=[], description="Glob patterns of log files, relative to cwd; {out} is the folder of the trial."
+        default=[], description="Glob patterns for log files, relative to `cwd`. `{out}` is the trial's directory."
     )
-    hook: bool = Field(default=True, description="Load the reporting hook into the Python processes of the program.")
+    hook: bool = Field(
+        default=True, description="Whether to load the reporting hook into the program's Python processes."
+    )
 
     _check = field_validator("log")(check_log)
 
 
 class ScriptSection(Section):
-    """Your training program, unmodified. See docs/your-own-training.md."""
+    """Your training program, unmodified (see docs/your-own-training.md)."""
 
     TAG: ClassVar[str] = "script"
-    recipe: RecipeName = Field(description="Framework of the program; custom: any other program.")
+    recipe: RecipeName = Field(description="The framework of the program. Use `custom` for any other program.")
     run: Words = Field(
-        description="The command as a list of arguments, run without a shell. {name} is a placeholder for a "
-        "knob, accumulation, world_size, steps, seed, out, or one of `files`. `python` is the one "
-        "on the PATH of the node."
+        description="The command as a list of arguments, run without a shell. `{name}` is a placeholder for a knob, "
+        "`accumulation`, `world_size`, `steps`, `seed`, `out`, or one of `files`. `python` is the one on "
+        "the node's PATH."
     )
     trial_args: Arguments = Field(
         default=[],
-        description="Arguments that only trials have, such as an output folder: added to run, or in "
-        "place of the same argument. Exports do not contain them.",
+        description="Arguments for trials only, such as an output directory. They are added to `run` or replace the "
+        "same argument there. Exports do not contain them.",
     )
-    cwd: str = Field(default=".", validate_default=True, description="Working directory, relative to the sweep file.")
-    env: Environment = Field(default={}, description="Environment variables of the program.")
+    cwd: str = Field(
+        default=".", validate_default=True, description="The working directory, relative to the sweep file."
+    )
+    env: Environment = Field(default={}, description="Environment variables for the program.")
     env_pass: list[VariableName] = Field(
-        default=[], description="Names of variables passed through from the environment of the node."
+        default=[], description="The names of environment variables to pass through from the node."
     )
     files: dict[FileName, str] = Field(
         default={},
-        description="Configuration files, relative to cwd, by placeholder name; each trial gets copies.",
+        description="The configuration files of the program, relative to `cwd`, by placeholder name. Each trial gets "
+        "copies.",
     )
     launcher: Literal["env", "own"] | None = Field(
         default=None,
-        description="Who starts the ranks. env: tune-cluster, one per device, with torchrun's variables; own: "
-        "the command, once per node; null: the default of the recipe.",
+        description="What starts the ranks. With `env`, tune-cluster starts one rank per device, with torchrun's "
+        "environment variables. With `own`, the command starts them; it runs once per node. If null, the "
+        "recipe's default is used.",
     )
-    metrics: MetricsSection = Field(default=MetricsSection(), description="Where measurements come from.")
+    metrics: MetricsSection = Field(
+        default=MetricsSection(),
+        description="How to read measurements from the output of the program, in addition to reports and the hook.",
+    )
     seq_length: Size | None = Field(
-        default=None, description="Tokens per sample; null: read from the command, or not counted."
+        default=None,
+        description="The number of tokens per sample. If null, it is read from the command, or tokens are not counted.",
     )
-    tokens_per_step: Size | None = Field(default=None, description="Tokens per optimiser step, instead of seq_length.")
+    tokens_per_step: Size | None = Field(
+        default=None, description="The number of tokens per optimiser step, instead of `seq_length`."
+    )
     global_batch_size: Size | None = Field(
-        default=None, description="Samples per optimiser step over all ranks; null: read from the command."
+        default=None,
+        description="The number of samples per optimiser step, over all ranks. If null, it is read from the command.",
     )
     num_layers: Size | None = Field(
-        default=None, description="Number of repeated layers; null: read from the command. Required for pipelines."
+        default=None,
+        description="The number of repeated layers. Required for pipelines. If null, it is read from the command.",
     )
     model: str | None = Field(
         default=None,
-        description="config.json of a Hugging Face model, relative to cwd; the cost model uses its dimensions.",
+        description="The path to the config.json of a Hugging Face model, relative to `cwd`. The cost model uses its "
+        "dimensions.",
     )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
-        default=None, description="Seed of weights and data order; null: read from the command."
+        default=None, description="The seed for weights and data order. If null, it is read from the command."
     )
 
     @model_validator(mode="after")

@@ -66,20 +66,22 @@ TIMEOUT_S = 600.0
 class CountedSection(Section):
     """Properties of the module, found by building it once when the sweep was submitted."""
 
-    num_layers: Size = Field(description="Layers in the list.")
-    num_parameters: int = Field(default=0, ge=0, description="Trained parameters; 0: unknown.")
-    flops_per_sample: float = Field(default=0.0, ge=0, description="Forward and backward FLOPs of a sample.")
-    activation_elements: int = Field(default=0, ge=0, description="Elements kept for the backward pass of a sample.")
-    num_kernels: int = Field(default=0, ge=0, description="Operators of a forward pass.")
-    has_batch_norm: bool = Field(default=False, description="Whether it normalizes over the samples of a micro-batch.")
-    has_convolutions: bool = Field(default=False, description="Whether it has layers of type Conv2d.")
-    no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split it; null: it can.")
-    no_tensor_parallel: str | None = Field(default=None, description="Why tp cannot split it; null: it can.")
+    num_layers: Size = Field(description="The number of layers in the list.")
+    num_parameters: int = Field(default=0, ge=0, description="The number of trained parameters; 0 if unknown.")
+    flops_per_sample: float = Field(default=0.0, ge=0, description="The forward and backward FLOPs per sample.")
+    activation_elements: int = Field(default=0, ge=0, description="Elements kept per sample for the backward pass.")
+    num_kernels: int = Field(default=0, ge=0, description="The number of operators in a forward pass.")
+    has_batch_norm: bool = Field(default=False, description="Whether the module uses batch normalisation.")
+    has_convolutions: bool = Field(default=False, description="Whether the module has `Conv2d` layers.")
+    no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split the module; null if it can.")
+    no_tensor_parallel: str | None = Field(
+        default=None, description="Why `tp` cannot split the module; null if it can."
+    )
     head: str | None = Field(
-        default=None, description="Module that computes the logits of a decoder, and can compute its loss; null: none."
+        default=None, description="The module that computes the logits and can compute the loss; null if none."
     )
     shape: dict[str, float] | None = Field(
-        default=None, description="Dimensions of a similar decoder, used to predict its time; null: none."
+        default=None, description="The dimensions of a similar decoder, used to predict the step time; null if none."
     )
 
     def to_facts(self) -> ModuleFacts:
@@ -147,14 +149,14 @@ class _OrPath:
 
 
 class HuggingFaceSection(Section):
-    """A decoder of the transformers package, with its initial weights."""
+    """A decoder from the transformers package, with its initial weights."""
 
-    kind: Literal["huggingface"] = Field(description="Model family.")
+    kind: Literal["huggingface"] = Field(description="The model family.")
     config: Annotated[dict[str, Any], _OrPath()] = Field(
-        description="Path of the model's config.json, relative to the sweep file, or its content."
+        description="The path to the model's config.json, relative to the sweep file, or its content."
     )
     counted: CountedSection | None = Field(
-        default=None, description="Properties of the model, found by building it once. Default: built on this host."
+        default=None, description="Properties of the model, found by building it (by default, on this machine)."
     )
 
     @field_validator("config", mode="before")
@@ -220,21 +222,21 @@ _EXPERTS = Experts(num_experts=1, top_k=1, ffn_hidden_size=1)
 
 
 class ExpertsSection(Section):
-    """A mixture of experts in place of the feed-forward."""
+    """A mixture of experts as the feed-forward network."""
 
-    num_experts: Size = Field(description="Routed experts in a layer.")
-    top_k: Size = Field(description="Routed experts per token; at most num_experts.")
-    ffn_hidden_size: Size = Field(description="Inner width of one routed expert.")
+    num_experts: Size = Field(description="The number of routed experts in a layer.")
+    top_k: Size = Field(description="The number of routed experts per token, at most `num_experts`.")
+    ffn_hidden_size: Size = Field(description="The inner width of a routed expert.")
     shared_ffn_hidden_size: int = Field(
         default=_EXPERTS.shared_ffn_hidden_size,
         ge=0,
-        description="Total inner width of the experts that process every token; 0: none.",
+        description="The total inner width of the experts that process every token; 0 for none.",
     )
     num_dense_layers: int = Field(
-        default=_EXPERTS.num_dense_layers, ge=0, description="First layers with a plain feed-forward."
+        default=_EXPERTS.num_dense_layers, ge=0, description="The number of initial layers with a dense feed-forward."
     )
     scores: Literal["softmax", "sigmoid"] = Field(
-        default=_EXPERTS.scores, description="Function that turns the router's logits into weights."
+        default=_EXPERTS.scores, description="The function that turns the router's logits into weights."
     )
     normalizes: bool = Field(
         default=_EXPERTS.normalizes, description="Whether the weights of a token's experts are scaled to sum to 1."
@@ -243,30 +245,31 @@ class ExpertsSection(Section):
         default=_EXPERTS.balance_rate,
         ge=0,
         le=1,
-        description="Step of the bias that balances the experts; 0: no balancing.",
+        description="The step size of the bias that balances the experts; 0 for no balancing.",
     )
     aux_loss: float = Field(
         default=_EXPERTS.aux_loss,
         ge=0,
         le=100,
-        description="Weight of the auxiliary loss per sequence that balances the experts, e.g. 1e-4; 0: none.",
+        description="The weight of the per-sequence loss that balances the experts, such as 1e-4; 0 for none.",
     )
     z_loss: float = Field(
         default=_EXPERTS.z_loss,
         ge=0,
         le=100,
-        description="Weight of the router's z-loss, which keeps logits small, e.g. 1e-3; 0: none.",
+        description="The weight of the router's z-loss, which keeps logits small, such as 1e-3; 0 for none.",
     )
     capacity: float | None = Field(
         default=_EXPERTS.capacity,
         gt=0,
         le=1e6,
-        description="Maximum number of tokens per expert and sequence, relative to the mean; further tokens skip the "
-        "expert. null: no limit.",
+        description="The maximum number of tokens per expert and sequence, relative to the mean. Further tokens skip "
+        "the expert. If null, there is no limit.",
     )
     routing: Literal["learned", "balanced"] = Field(
         default=_EXPERTS.routing,
-        description="learned: by score. balanced: to all experts in turn, because an untrained router is unbalanced.",
+        description="How tokens are routed: `learned` uses the scores; `balanced` uses all experts in turn, because an "
+        "untrained router is unbalanced.",
     )
 
     def to_experts(self) -> Experts:
@@ -274,14 +277,14 @@ class ExpertsSection(Section):
 
 
 class LatentSection(Section):
-    """Multi-head latent attention in place of grouped-query attention."""
+    """Multi-head latent attention, in place of grouped-query attention."""
 
-    kv_lora_rank: Size = Field(description="Width of the vector that keys and values are projected from.")
-    qk_nope_head_dim: Size = Field(description="Size of a query or key without its rotary part.")
-    qk_rope_head_dim: Size = Field(description="Size of the rotary part of a query or key; even.")
-    v_head_dim: Size = Field(description="Size of a value; at most that of a key.")
+    kv_lora_rank: Size = Field(description="The width of the vector that keys and values are projected from.")
+    qk_nope_head_dim: Size = Field(description="The size of a query or key without its rotary part.")
+    qk_rope_head_dim: Size = Field(description="The size of the rotary part of a query or key. Must be even.")
+    v_head_dim: Size = Field(description="The size of a value, at most that of a key.")
     q_lora_rank: int = Field(
-        default=0, ge=0, description="Width of the vector that queries are projected from; 0: the hidden states."
+        default=0, ge=0, description="The width of the latent vector for queries; 0 to use the hidden states."
     )
 
     def to_latent(self) -> LatentAttention:
@@ -289,23 +292,26 @@ class LatentSection(Section):
 
 
 class LlamaSection(Section):
-    """Shape of a Llama-style decoder."""
+    """A Llama-style decoder."""
 
-    kind: Literal["llama"] = Field(description="Model family.")
-    hidden_size: Size = Field(description="Width of the residual stream.")
-    num_layers: Size = Field(description="Number of transformer blocks.")
-    num_heads: Size = Field(description="Query heads; must divide hidden_size.")
-    num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
-    ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
+    kind: Literal["llama"] = Field(description="The model family.")
+    hidden_size: Size = Field(description="The width of the residual stream.")
+    num_layers: Size = Field(description="The number of transformer blocks.")
+    num_heads: Size = Field(description="The number of query heads. Must divide `hidden_size`.")
+    num_kv_heads: Size = Field(description="The number of key and value heads. Must divide `num_heads`.")
+    ffn_hidden_size: Size = Field(description="The inner width of the SwiGLU feed-forward network.")
     vocab_size: int = Field(
-        default=256, ge=256, le=2**31 - 1, description="Number of token ids; byte-level tokens require 256."
+        default=256, ge=256, le=2**31 - 1, description="The number of token IDs. Byte-level tokens require 256."
     )
-    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
-    norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
-    experts: ExpertsSection | None = Field(default=None, description="Mixture of experts; null: a dense model.")
+    rope_theta: Positive = Field(default=10000.0, description="The base of the rotary position embedding.")
+    norm_eps: Positive = Field(default=1e-5, description="The epsilon of RMSNorm.")
+    experts: ExpertsSection | None = Field(
+        default=None, description="A mixture of experts as the feed-forward network. If null, the model is dense."
+    )
     latent: LatentSection | None = Field(
         default=None,
-        description="Multi-head latent attention, with num_kv_heads equal to num_heads; null: grouped queries.",
+        description="Multi-head latent attention, in place of grouped-query attention. Requires `num_kv_heads` to "
+        "equal `num_heads`. If null, the model uses grouped-query attention.",
     )
 
     @model_validator(mode="after")
@@ -367,26 +373,28 @@ class LlamaSection(Section):
 
 
 class ResNetSection(Section):
-    """ResNet v1.5 for images."""
+    """ResNet v1.5, for images."""
 
-    kind: Literal["resnet"] = Field(description="Model family.")
-    depth: Literal[18, 50] = Field(default=ResNetModel().depth, description="18 (basic blocks) or 50 (bottlenecks).")
-    num_classes: Size = Field(default=ResNetModel().num_classes, description="Number of classes.")
-    image_size: int = Field(
-        default=ResNetModel().image_size, ge=32, le=4096, description="Height and width of the images, in pixels."
+    kind: Literal["resnet"] = Field(description="The model family.")
+    depth: Literal[18, 50] = Field(
+        default=ResNetModel().depth, description="18 with basic blocks, 50 with bottlenecks."
     )
-    width: Size = Field(default=ResNetModel().width, description="Channels of the first stage.")
+    num_classes: Size = Field(default=ResNetModel().num_classes, description="The number of classes.")
+    image_size: int = Field(
+        default=ResNetModel().image_size, ge=32, le=4096, description="The height and width of the images, in pixels."
+    )
+    width: Size = Field(default=ResNetModel().width, description="The number of channels in the first stage.")
 
     def to_model(self) -> ResNetModel:
         return self.to(ResNetModel)
 
 
 class LinearSection(Section):
-    """A chain of square Linear layers: pure matrix multiplication."""
+    """A chain of square `Linear` layers: pure matrix multiplication."""
 
-    kind: Literal["linear"] = Field(description="Model family.")
-    num_layers: Size = Field(default=LinearModel().num_layers, description="Number of layers.")
-    size: Size = Field(default=LinearModel().size, description="Inputs and outputs of every layer.")
+    kind: Literal["linear"] = Field(description="The model family.")
+    num_layers: Size = Field(default=LinearModel().num_layers, description="The number of layers.")
+    size: Size = Field(default=LinearModel().size, description="The number of inputs, and of outputs, of every layer.")
 
     def to_model(self) -> LinearModel:
         return self.to(LinearModel)
@@ -485,21 +493,21 @@ Lengths = Annotated[
 ]
 _LENGTHS_FIELD = Field(
     default=None,
-    description="Distribution of the samples' lengths in tokens: a list of equally likely ones, percentiles like "
-    "{p0: 16, p50: 300, p100: 4096}, or the path of a text file with one length per line. Longer samples are cut to "
-    "seq_length. null: all have seq_length tokens.",
+    description="The distribution of sample lengths in tokens: a list of equally likely lengths, percentiles such as "
+    "`{p0: 16, p50: 300, p100: 4096}`, or the path to a text file with one length per line. Longer samples "
+    "are cut to `seq_length`. If null, every sample has `seq_length` tokens.",
 )
 
 
 class TextSection(Section):
-    """Byte-level tokens of text files: the default for llama models."""
+    """Byte-level tokens from text files. This is the default for llama models."""
 
     kind: Literal["text"] = Field(description="How the data is read.")
     path: str | None = Field(
         default=None,
-        description="File or folder, relative to the sweep file; null: the source of the Python standard library.",
+        description="A file or directory, relative to the sweep file. If null, Python's standard library is used.",
     )
-    pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
+    pattern: str = Field(default="*.py", min_length=1, description="A glob pattern for files, applied recursively.")
     lengths: Lengths | None = _LENGTHS_FIELD
 
     _resolve = field_validator("path")(resolve)
@@ -513,15 +521,15 @@ class TextSection(Section):
 
 
 class TokenFileSection(Section):
-    """Token ids in one flat binary file, little-endian, for llama models."""
+    """Token IDs in one flat binary file, little-endian, for llama models."""
 
     kind: Literal["token_file"] = Field(description="How the data is read.")
-    path: str = Field(description="The file, relative to the sweep file.")
-    dtype: Literal["uint8", "uint16", "int32", "int64"] = Field(default="uint16", description="Type of a token id.")
+    path: str = Field(description="The path to the file, relative to the sweep file.")
+    dtype: Literal["uint8", "uint16", "int32", "int64"] = Field(default="uint16", description="The type of a token ID.")
     lengths: Lengths | None = Field(
         default=None,
-        description="Distribution of the samples' lengths in tokens, as for text; or {end_token: 2}, for the lengths "
-        "between the occurrences of this token in the file.",
+        description="The distribution of sample lengths in tokens, as for `kind: text`, or `{end_token: 2}` to use the "
+        "lengths between the occurrences of this token in the file.",
     )
 
     NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
@@ -539,12 +547,13 @@ class TokenFileSection(Section):
 
 
 class ImageFolderSection(Section):
-    """JPEG files in one folder per class, for resnet models."""
+    """JPEG files in one directory per class, for resnet models."""
 
     kind: Literal["image_folder"] = Field(description="How the data is read.")
     path: str | None = Field(
         default=None,
-        description="Folder with one folder per class, relative to the sweep file; null: synthetic images.",
+        description="The directory with one subdirectory per class, relative to the sweep file. If null, images are "
+        "synthetic.",
     )
 
     _resolve = field_validator("path")(resolve)
@@ -559,7 +568,7 @@ class ImageFolderSection(Section):
 
 
 class RandomSection(Section):
-    """Normal vectors, drawn per step, for linear models."""
+    """Normally distributed vectors, drawn at each step, for linear models."""
 
     kind: Literal["random"] = Field(description="How the data is read.")
 
@@ -571,18 +580,18 @@ class RandomSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """The AdamW optimiser."""
 
-    kind: Literal["adamw"] = Field(default="adamw", description="Which optimiser.")
-    lr: Positive = Field(default=AdamW().lr, description="Learning rate, constant.")
-    beta1: float = Field(default=AdamW().beta1, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
-    eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
-    weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
+    kind: Literal["adamw"] = Field(default="adamw", description="The optimiser.")
+    lr: Positive = Field(default=AdamW().lr, description="The learning rate, which is constant.")
+    beta1: float = Field(default=AdamW().beta1, ge=0, lt=1, description="The decay rate of the first moment.")
+    beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="The decay rate of the second moment.")
+    eps: Positive = Field(default=AdamW().eps, description="The term added to the denominator.")
+    weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="The decoupled weight decay.")
     clip_norm: Positive | None = Field(
         default=None,
-        description="Largest global gradient norm: larger gradients are scaled down to it before the update, after "
-        "the loss scale is removed. null: no clipping.",
+        description="The maximum global gradient norm. Larger gradients are scaled down to it before the update, once "
+        "the loss scale has been removed. If null, gradients are not clipped.",
     )
 
     def to_optimizer(self) -> AdamW:
@@ -607,24 +616,24 @@ _MODELS: Mapping[str, type[Model]] = {cls.kind: cls for cls in DATA_OF_MODEL}
 
 
 class WorkloadSection(Section):
-    """A model that the built-in runner trains, the same for every trial."""
+    """A model that the built-in runner trains. It is the same in every trial."""
 
     TAG: ClassVar[str] = "built-in"
     model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
-        description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
+        description="The model, as a mapping or as the path to a YAML file, relative to the sweep file."
     )
     data: Annotated[DataSection, Field(discriminator="kind")] = Field(
         default=None,
         validate_default=True,
-        description="The training data. Default kind: text for llama and huggingface, image_folder for resnet, "
-        "random for linear.",
+        description="The training data. Its kind defaults to `text` for llama and huggingface, `image_folder` for "
+        "resnet, and `random` for linear.",
     )
     seq_length: Size | None = Field(
-        default=None, description="Tokens per sequence; required for llama and huggingface, not allowed for others."
+        default=None, description="Tokens per sequence. Required for llama and huggingface, not allowed for others."
     )
-    global_batch_size: Size = Field(description="Samples (sequences) per optimiser step over all ranks.")
+    global_batch_size: Size = Field(description="The number of samples (sequences) per optimiser step, over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The seed for weights and data order.")
 
     @model_validator(mode="before")
     @classmethod
@@ -815,39 +824,40 @@ Style = Literal["colwise", "rowwise", "colwise_gather_output", "embedding_rowwis
 
 
 class PythonSection(Section):
-    """Your PyTorch module, parallelized by the built-in runner. See docs/python-workload.md."""
+    """Your own PyTorch module, parallelised by the built-in runner (see docs/python-workload.md)."""
 
     TAG: ClassVar[str] = "python"
-    kind: Literal["python"] = Field(description="Kind of workload.")
-    model: FunctionName = Field(description="Function without arguments that builds the module: `my_model:build`.")
-    loss: FunctionName = Field(description="Function of outputs and targets that returns the mean loss, a scalar.")
+    kind: Literal["python"] = Field(description="The kind of workload.")
+    model: FunctionName = Field(description="A function without arguments that builds the module: `my_model:build`.")
+    loss: FunctionName = Field(description="A function of outputs and targets that returns the mean loss, a scalar.")
     data: FunctionName = Field(
-        description="Function without arguments that returns a map-style data set of pairs of input and target."
+        description="A function without arguments that returns a map-style dataset of pairs of input and target."
     )
     layers: ModulePath = Field(
-        description="Dotted path of the list of layers (ModuleList) in the module: unit of pp, recompute, FSDP "
-        "and compile."
+        description="The dotted path to the list of layers (a `ModuleList`) in the module. These layers are the units "
+        "of `pp`, `recompute`, FSDP and `compile`."
     )
     before: list[ModulePath] | None = Field(
-        default=None, description="Modules that run before the layers. Required for pp, even if empty."
+        default=None, description="The modules that run before the layers. Required for `pp`, even if empty."
     )
     after: list[ModulePath] | None = Field(
-        default=None, description="Modules that run after the layers. Required for pp, even if empty."
+        default=None, description="The modules that run after the layers. Required for `pp`, even if empty."
     )
     tensor_parallel: dict[ModulePattern, Style] = Field(
-        default={}, description="How tp splits modules, by path; * matches one part: {layers.*.up: colwise}."
+        default={},
+        description="How `tp` splits modules, by path, such as `{layers.*.up: colwise}`. `*` matches one path part.",
     )
     cwd: str = Field(
         default=".",
         validate_default=True,
-        description="Folder of the code, relative to the sweep file; working directory of the ranks.",
+        description="The directory of the code, relative to the sweep file, and the working directory of the ranks.",
     )
-    seq_length: Size | None = Field(default=None, description="Tokens per sample; null: speed is measured in samples.")
-    global_batch_size: Size = Field(description="Samples per optimiser step over all ranks.")
+    seq_length: Size | None = Field(default=None, description="Tokens per sample. If null, speed is in samples/s.")
+    global_batch_size: Size = Field(description="The number of samples per optimiser step, over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The seed for weights and data order.")
     counted: CountedSection | None = Field(
-        default=None, description="Properties of the model, found by building it once. Default: built on this host."
+        default=None, description="Properties of the model, found by building it (by default, on this machine)."
     )
 
     _resolve = field_validator("cwd")(resolve)

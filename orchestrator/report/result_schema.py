@@ -23,23 +23,23 @@ SearchVerdict = Literal["faster", "slower", "tie"]
 
 
 class FiguresDocument(TypedDict):
-    """The speed of a configuration, from one step time. Rates count tokens, or samples if the workload's samples are
-    not sequences; the other keys are then absent."""
+    """The speed of a configuration, derived from its step time. Rates count tokens, or samples if the workload's
+    samples are not sequences. The keys of the other rate are absent."""
 
     step_time_s: float
     num_devices: int
-    tokens_per_s: NotRequired[Annotated[float, Field(description="All devices together.")]]
+    tokens_per_s: NotRequired[Annotated[float, Field(description="The total over all devices.")]]
     tokens_per_s_per_device: NotRequired[float]
     device_hours_per_1e9_tokens: NotRequired[float]
     price_per_1e9_tokens: NotRequired[float | None]
-    samples_per_s: NotRequired[Annotated[float, Field(description="All devices together.")]]
+    samples_per_s: NotRequired[Annotated[float, Field(description="The total over all devices.")]]
     samples_per_s_per_device: NotRequired[float]
     device_hours_per_1e9_samples: NotRequired[float]
     price_per_1e9_samples: NotRequired[float | None]
 
 
 class SpeedupDocument(TypedDict):
-    """Speed-up over the baseline, by the sweep's objective, with its 95% confidence interval."""
+    """The speed-up over the baseline, by the sweep's objective, with its 95% confidence interval."""
 
     value: float
     low: float | None
@@ -47,48 +47,48 @@ class SpeedupDocument(TypedDict):
 
 
 class ConfirmedSpeedupDocument(SpeedupDocument):
-    """The same from rounds in which trial and baseline were measured interleaved."""
+    """The speed-up measured by the rounds of the confirmation, which interleave the trial with the baseline."""
 
     num_rounds: int
 
 
 class SearchSpeedupDocument(SpeedupDocument):
-    """The same from one run each, with the verdict of the intervals."""
+    """The speed-up measured by the search, from one run each of the trial and the baseline, and its verdict."""
 
     verdict: SearchVerdict
 
 
 class TrialDocument(FiguresDocument):
-    """A trial, measured by the search."""
+    """A trial, as measured by the search."""
 
     trial: int
     reason: str
     config: dict[str, Any]
-    score: Annotated[float, Field(description="By the sweep's objective, in `unit`.")]
+    score: Annotated[float, Field(description="The score by the sweep's objective, in `unit`.")]
     score_low: float | None
     score_high: float | None
 
 
 class BestDocument(TrialDocument):
-    """The fastest trial of the search; not necessarily the winner."""
+    """The fastest trial in the search. It is not necessarily the winner."""
 
     speedup: SearchSpeedupDocument | None
 
 
 class WinnerDocument(TypedDict):
-    """The configuration to use, with the confirmed speed-up; on a simulated cluster, the winner of the simulation."""
+    """The configuration to use, with its confirmed speed-up. On a simulated cluster, the winner of the simulation."""
 
     trial: int
     reason: str
     config: dict[str, Any]
     speedup: ConfirmedSpeedupDocument | None
-    figures: Annotated[FiguresDocument, Field(description="Measured by the confirmation.")]
-    baseline: Annotated[FiguresDocument | None, Field(description="The baseline in the same rounds.")]
-    search: Annotated[TrialDocument, Field(description="The same trial, measured by the search.")]
+    figures: Annotated[FiguresDocument, Field(description="The speed of the winner, as measured by the confirmation.")]
+    baseline: Annotated[FiguresDocument | None, Field(description="The speed of the baseline in the same rounds.")]
+    search: Annotated[TrialDocument, Field(description="The same trial, as measured by the search.")]
 
 
 class RemeasuredDocument(TypedDict):
-    """The finalist of the verdict and the baseline, measured by the rounds."""
+    """The finalist that the verdict is about and the baseline, as measured by the rounds of the confirmation."""
 
     trial: int
     num_rounds: int
@@ -97,7 +97,7 @@ class RemeasuredDocument(TypedDict):
 
 
 class VerdictDocument(TypedDict):
-    """The result of the proof."""
+    """The verdict of the confirmation."""
 
     conclusion: Literal["confirmed", "keep", "unconfirmed", "rehearsed"]
     winner: int | None
@@ -114,17 +114,18 @@ class VerdictDocument(TypedDict):
 
 
 class NoteDocument(TypedDict):
-    """A person's note on the sweep (`trial` is null) or on a trial."""
+    """A note that a user added to a trial, or to the sweep if `trial` is null."""
 
     trial: int | None
     text: str
     tags: dict[str, str]
-    by: Annotated[str, Field(description="Who changed it last: user and host.")]
-    at_s: Annotated[float, Field(description="Time of the change, in seconds since the epoch.")]
+    by: Annotated[str, Field(description="The user and host that last changed the note.")]
+    at_s: Annotated[float, Field(description="The time of the last change, in seconds since the epoch.")]
 
 
 class ResultDocument(TypedDict):
-    """``submit --json``, ``resume --json`` and ``report --json``. ``ps`` and ``status`` print it with further keys."""
+    """The output of ``submit --json``, ``resume --json`` and ``report --json``. ``ps`` and ``status`` print it with
+    further keys."""
 
     schema_version: int
     winner: WinnerDocument | None
@@ -136,11 +137,11 @@ class ResultDocument(TypedDict):
     state: str
     reason: str
     objective: Literal["tokens_per_s_per_device", "step_time", "device_cost"]
-    unit: Annotated[str, Field(description="Unit of scores, like tokens/s/p (p: device).")]
-    measured: Annotated[bool, Field(description="False on a simulated cluster.")]
+    unit: Annotated[str, Field(description="The unit of scores, such as tokens/s/p (p stands for a device).")]
+    measured: Annotated[bool, Field(description="Whether trials were measured. False on a simulated cluster.")]
     virtual: Literal["simulated"] | None
     num_leased_devices: int
-    trials: Annotated[dict[str, int], Field(description="Number of trials by outcome, and `total`.")]
+    trials: Annotated[dict[str, int], Field(description="The number of trials by outcome, and their `total`.")]
     ruled_out: list[dict[str, Any]]
     device_hours: float
     saved_device_hours: float

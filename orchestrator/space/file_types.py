@@ -366,20 +366,20 @@ _GATHERS_SCHEMA = {
 
 
 class RecomputeSection(Section):
-    """Layers to recompute instead of keeping their activations. Each count is `all`, n (the first n layers of every
-    chunk and stage), a list (one count per stage) or a list of such lists (one per chunk)."""
+    """A mapping sets the layers to recompute, by kind. Each count is `all`, an integer n (the first n layers of every
+    chunk and stage), a list with one count per stage, or a list with one such list per chunk."""
 
-    full: CountValue = Field(default=0, description="Layers that keep only their input.")
+    full: CountValue = Field(default=0, description="The layers that keep only their input.")
     select: dict[Annotated[str, AfterValidator(_pattern)], CountValue] = Field(
         default={},
         max_length=MAX_PATTERNS,
-        description="Layers by pattern of operators whose outputs are not kept. A pattern is a regular "
+        description="The layers that do not keep the outputs of certain operators, by pattern. A pattern is a regular "
         "expression for the full path of an operator or module inside its layer.",
     )
     communication: Annotated[Any, BeforeValidator(_gathers), WithJsonSchema(_GATHERS_SCHEMA)] = Field(
         default=0,
-        description="Layers that gather their sequence shards again in the backward pass; or such numbers by pattern "
-        "of the modules that read them, like {'attention.*': all}.",
+        description="The layers that gather their sequence shards a second time, in the backward pass. A mapping sets "
+        "the layers by pattern of the modules that read the shards, such as `{'attention.*': all}`.",
     )
 
     def to_choice(self) -> RecomputeChoice:
@@ -464,15 +464,16 @@ def _stage_counts(value: Any) -> Counts:
 
 
 class StageLayersSection(Section):
-    """Uneven layers per stage, as `offset` or `counts`: a list with one number per stage, or such a list per chunk."""
+    """`offset` and `counts` are lists with one integer per stage. With several chunks per rank, use one such list per
+    chunk."""
 
     offset: Annotated[Any, BeforeValidator(_offsets), WithJsonSchema({"anyOf": _lists(-_MAX_LAYERS)})] = Field(
         default=None,
-        description="Added to layers // stages, as in MindFormers. The sum must be the remainder, 0 if the "
-        "stages divide the layers. A single list applies to every chunk.",
+        description="The number of layers to add to layers // stages, as in MindFormers. The sum must be the "
+        "remainder, which is 0 if the stages divide the layers evenly. A single list applies to every chunk.",
     )
     counts: Annotated[Any, BeforeValidator(_stage_counts), WithJsonSchema({"anyOf": _lists(0)})] = Field(
-        default=None, description="Number of layers per stage; the sum must be the layers of the model."
+        default=None, description="The number of layers per stage. The sum must be the number of layers in the model."
     )
 
     @model_validator(mode="after")
@@ -538,55 +539,63 @@ OperatorNames = Annotated[
 
 
 class LossScaleSection(Section):
-    """Loss scaling for float16."""
+    """Loss scaling, for float16 only."""
 
-    initial: float = Field(default=LossScale().initial, ge=FP32_TINY, le=FP32_MAX, description="Initial scale.")
+    initial: float = Field(default=LossScale().initial, ge=FP32_TINY, le=FP32_MAX, description="The initial scale.")
     growth_factor: float = Field(
         default=LossScale().growth_factor,
         gt=1,
         le=FP32_MAX,
-        description="Growth factor after `growth_interval` consecutive finite steps.",
+        description="The factor that the scale is multiplied by after `growth_interval` consecutive finite steps.",
     )
     growth_interval: int = Field(
         default=LossScale().growth_interval,
         ge=1,
         le=2**31 - 1,
-        description="Consecutive finite steps before the scale grows.",
+        description="The number of consecutive finite steps before the scale grows.",
     )
     backoff_factor: float = Field(
-        default=LossScale().backoff_factor, gt=0, lt=1, description="Factor applied after overflow."
+        default=LossScale().backoff_factor,
+        gt=0,
+        lt=1,
+        description="The factor that the scale is multiplied by after `backoff_interval` consecutive overflowing "
+        "steps.",
     )
     backoff_interval: int = Field(
         default=LossScale().backoff_interval,
         ge=1,
         le=2**31 - 1,
-        description="Consecutive overflowing steps before the scale shrinks.",
+        description="The number of consecutive overflowing steps before the scale shrinks.",
     )
-    dynamic: bool = Field(default=LossScale().dynamic, description="false keeps the scale at `initial`.")
+    dynamic: bool = Field(
+        default=LossScale().dynamic, description="Whether the scale changes. If false, it stays at `initial`."
+    )
 
 
 class PrecisionSection(Section):
-    """Mixed precision, long form."""
+    """A mapping sets the level and its details."""
 
     level: Literal["O0", "O1", "O1-fp8", "O2", "O2-fp8"] = Field(
-        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights. O1-fp8 and O2-fp8: O1 and "
-        "O2 with the layers' matmuls in 8-bit floats."
+        description="The precision level: `O0` is fp32, `O1` is autocast, and `O2` has 16-bit parameters with fp32 "
+        "master weights. `O1-fp8` and `O2-fp8` also run the matmuls of the layers in 8-bit floats."
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="16-bit type of O1 and O2. Default: bfloat16."
+        default=None, description="The 16-bit type for `O1` and `O2`. Defaults to bfloat16."
     )
     loss_scale: LossScaleSection | None = Field(
-        default=None, description="Loss scaling, float16 only. Default: dynamic, starting at 2^15."
+        default=None, description="Loss scaling, for float16 only. Defaults to dynamic scaling that starts at 2^15."
     )
     white: OperatorNames = Field(
-        default=(), description="Operators that O1 always runs in 16 bits, regardless of autocast, like `rms_norm`."
+        default=(),
+        description="The operators that `O1` always runs in 16 bits, regardless of autocast, such as `rms_norm`.",
     )
     black: OperatorNames = Field(
-        default=(), description="Operators that O1 always runs in fp32, regardless of autocast."
+        default=(), description="The operators that `O1` always runs in fp32, regardless of autocast."
     )
     keep_fp32: ModulePatterns = Field(
         default=(),
-        description="Patterns of the paths of modules that O2 keeps in fp32, weights and computation, like `.*norm`.",
+        description="Patterns for the paths of modules whose weights and computation `O2` keeps in fp32, such as "
+        "`.*norm`.",
     )
 
     @model_validator(mode="after")
@@ -631,19 +640,19 @@ class PrecisionSection(Section):
 
 
 class DataloaderSection(Section):
-    """Search for the loader's settings before training, by hill climbing."""
+    """A mapping searches like `auto`, within its limits."""
 
     tuning_steps: int = Field(
         default=LoaderTuning().tuning_steps,
         ge=1,
         le=10**6,
-        description="Batches read per setting tried, for at most 0.4 s.",
+        description="The number of batches to read per setting, for at most 0.4 s.",
     )
     max_workers: int = Field(
         default=LoaderTuning().max_workers,
         ge=1,
         le=1024,
-        description="Maximum number of data loader workers to try.",
+        description="The maximum number of data loader workers to try.",
     )
 
     def to_tuning(self) -> LoaderTuning:
@@ -651,10 +660,10 @@ class DataloaderSection(Section):
 
 
 class CudnnSection(Section):
-    """The steps in which cuDNN measures its algorithms; later steps use the result."""
+    """cuDNN benchmarks its algorithms from the first to the last of these steps. Later steps use the result."""
 
-    first: int = Field(ge=1, le=10**6, description="First step.")
-    last: int = Field(ge=1, le=10**6, description="Last step.")
+    first: int = Field(ge=1, le=10**6, description="The first step.")
+    last: int = Field(ge=1, le=10**6, description="The last step.")
 
     @model_validator(mode="after")
     def _ordered(self) -> CudnnSection:

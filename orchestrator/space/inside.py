@@ -62,34 +62,36 @@ def _is_all_or_none(value: RecomputeChoice) -> bool:
 _FIELDS: dict[str, Any] = {
     MICRO_BATCH: _row(
         MICRO_BATCH,
-        "Samples of a micro-batch of transformers' Trainer; the accumulation changes with it, so that the global batch "
-        "stays the same.",
+        "The number of samples in a micro-batch of transformers' `Trainer`. Gradient accumulation changes "
+        "with it, so that the global batch stays the same.",
     ),
-    "num_workers": _row("num_workers", "Workers of the DataLoader that feeds training; requires a map-style data set."),
+    "num_workers": _row(
+        "num_workers", "The number of workers of the `DataLoader` that feeds training. Requires a map-style dataset."
+    ),
     "dataloader": _row(
         "dataloader",
-        "auto: tune workers and prefetch by hill climbing while the program starts.",
+        "`auto` finds the number of workers and the prefetch factor by hill climbing while the program starts.",
         lambda value: value in (None, LoaderTuning()),
         "Use 'manual' or 'auto'.",
     ),
-    "prefetch_factor": _row("prefetch_factor", "Batches that this DataLoader prefetches per worker."),
-    "pin_memory": _row("pin_memory", "Whether this DataLoader copies batches into page-locked memory."),
-    "persistent_workers": _row("persistent_workers", "Whether this DataLoader keeps its workers between epochs."),
+    "prefetch_factor": _row("prefetch_factor", "The number of batches that this `DataLoader` prefetches per worker."),
+    "pin_memory": _row("pin_memory", "Whether this `DataLoader` copies batches into page-locked memory."),
+    "persistent_workers": _row("persistent_workers", "Whether this `DataLoader` keeps its workers between epochs."),
     "precision": _row(
         "precision",
-        "O0, or O1: autocast to bfloat16 around the forward pass.",
+        "`O0`, or `O1` to run the forward pass under autocast to bfloat16.",
         lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
         "Use 'O0' or 'O1'.",
     ),
     "recompute": _row(
         "recompute",
-        "full: recompute the repeated block in the backward pass.",
+        "`full` recomputes the repeated block in the backward pass.",
         _is_all_or_none,
         "Use 'none' or 'full'.",
     ),
-    "compile": _row("compile", "Compile the repeated block, or the model."),
-    "attention": _row("attention", "Kernel of `scaled_dot_product_attention`."),
-    "matmul_precision": _row("matmul_precision", "PyTorch's precision of fp32 matrix products."),
+    "compile": _row("compile", "Whether to compile the repeated block or the model."),
+    "attention": _row("attention", "The kernel of `scaled_dot_product_attention`."),
+    "matmul_precision": _row("matmul_precision", "PyTorch's precision for fp32 matrix products."),
     "cudnn_benchmark": _row(
         "cudnn_benchmark",
         "Whether cuDNN benchmarks its kernels.",
@@ -98,16 +100,17 @@ _FIELDS: dict[str, Any] = {
     ),
     "memory_format": _row(
         "memory_format",
-        "nhwc: model and inputs in channels-last layout.",
+        "`nhwc` puts the model and its inputs into the channels-last format.",
         lambda value: value != "auto",
         "Use 'nchw' or 'nhwc'.",
     ),
     "ddp_bucket_mb": _own(
-        Annotated[float, Field(gt=0, le=2**20)], "Size of DistributedDataParallel's gradient buckets, in MiB."
+        Annotated[float, Field(gt=0, le=2**20)],
+        "The size of the gradient buckets of `DistributedDataParallel`, in MiB.",
     ),
     "ddp_gradient_as_bucket_view": _own(bool, "Whether gradients are views into these buckets."),
-    "ddp_static_graph": _own(bool, "Whether DistributedDataParallel assumes the same graph in every step."),
-    "allocator": _own(Annotated[str, Field(min_length=1)], "Value of PYTORCH_CUDA_ALLOC_CONF."),
+    "ddp_static_graph": _own(bool, "Whether `DistributedDataParallel` assumes the same graph in every step."),
+    "allocator": _own(Annotated[str, Field(min_length=1)], "The value of `PYTORCH_CUDA_ALLOC_CONF`."),
 }
 _Knobs: Any = create_model("_Knobs", __base__=Section, **_FIELDS)
 
@@ -119,13 +122,12 @@ def _is_field(name: str) -> str:
 
 
 class InsideSection(_Knobs):  # type: ignore[misc]
-    """Knobs that your program has no option for; the hook sets them inside the program, before its first forward
-    pass (docs/your-own-training.md). A built-in knob at its value in `baseline`, and `as_is` for the others, change
-    nothing."""
+    """The hook sets these knobs before the first forward pass (see docs/your-own-training.md). A built-in knob with the
+    value in `baseline` changes nothing, and neither does `as_is` for the other knobs."""
 
     training_arguments: Annotated[
         dict[Annotated[str, AfterValidator(_is_field)], CustomValues], Field(max_length=64)
-    ] = Field(default={}, description="Fields of transformers' TrainingArguments that the program sets in code.")
+    ] = Field(default={}, description="Fields of transformers' `TrainingArguments` that the program sets in code.")
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Return the values to try of the section's built-in knobs."""

@@ -235,9 +235,9 @@ CustomFilter = Annotated[dict[CustomKnobName, CustomValues], Field(max_length=64
 class CustomKnobSection(Section):
     """One custom knob, in full."""
 
-    values: CustomValues = Field(description="Values to try; true adds a flag, false omits it.")
+    values: CustomValues = Field(description="The values to try. `true` adds a flag, and `false` omits it.")
     flag: str | None = Field(
-        default=None, pattern=r"^--?[A-Za-z][\w.-]*$", description="Argument that the placeholder stands for."
+        default=None, pattern=r"^--?[A-Za-z][\w.-]*$", description="The argument that the placeholder stands for."
     )
     memory: Memory | None = Field(
         default=None,
@@ -513,13 +513,14 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.pp",
         Degree,
-        "Pipeline-parallel degree: number of stages that the layers are divided into.",
+        "The pipeline-parallel degree: the number of stages that the layers are divided into.",
         Sign("pp{N}", "pipeline with {N} stages", lambda c: _unless(c.layout.pp, 1)),
     ),
     _knob(
         "layout.schedule",
         Schedule,
-        "Order of forward and backward passes in a pipeline; zbv: zero bubble with two V-shaped chunks per rank.",
+        "The order of forward and backward passes in a pipeline. `zbv` is a zero-bubble schedule with two "
+        "chunks per rank in a V shape.",
         _schedule("gpipe", "all forward, then all backward"),
         _schedule("1f1b", "alternating forward and backward"),
         _schedule("interleaved", "interleaved chunks of layers"),
@@ -529,16 +530,16 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.num_virtual_stages",
         Degree,
-        "Chunks of layers per pipeline rank: at least 2 for interleaved, any number for gpipe, 1 for 1f1b. "
-        "Always 2 with zbv, and 1 if pp is 1.",
+        "The number of layer chunks per pipeline rank: at least 2 for `interleaved`, any number for "
+        "`gpipe`, and 1 for `1f1b`. Always 2 with `zbv`, and 1 if `pp` is 1.",
         _suffix("v{N}", "chunks of layers per stage: {N}", _chunks),
         canonical=_num_chunks,
     ),
     _knob(
         "layout.stage_layers",
         StageLayersValue,
-        "Layers per stage: even (the first stages in model order get the remainder), {offset: [-2, 1, 1, 0]} or "
-        "{counts: [10, 11, 11, 8]}; with several chunks, one list per chunk.",
+        "The number of layers per stage: `even` (the first stages in model order get the remainder), "
+        "`{offset: [-2, 1, 1, 0]}` or `{counts: [10, 11, 11, 8]}`.",
         Sign("L{A,B}", "layers per stage: {A,B}", lambda c: _unless(stage_layers_text(c.layout), "even")),
         default="even",
         resolve=_resolve_stage_layers,
@@ -547,22 +548,28 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.dp_replicate",
         Degree,
-        "Data-parallel replicas (outer degree); every replica holds all states.",
+        "The number of data-parallel replicas (the outer degree). Every replica holds all states.",
         Sign("dp{N}", "data-parallel replicas: {N}", _replicas),
     ),
-    _knob("layout.dp_shard", Degree, "Data-parallel ranks that share one copy of the states that `zero_stage` shards."),
+    _knob(
+        "layout.dp_shard",
+        Degree,
+        "The number of data-parallel ranks that share one copy of the states sharded by `zero_stage`.",
+    ),
     _knob(
         "layout.zero_stage",
         Annotated[int, Field(ge=0, le=3)],
-        "What `dp_shard` shards: 1 optimiser states, 2 also gradients, 3 also parameters. Always 0 if dp_shard is 1.",
+        "Which states are sharded over the `dp_shard` ranks: 1 for optimiser states, 2 to add gradients, 3 "
+        "to add parameters as well. Always 0 if `dp_shard` is 1.",
         Sign("z{S}x{N}", "ZeRO stage {S} over {N} devices", _shards, knobs=("dp_shard",)),
         canonical=lambda f, _: f["zero_stage"] if f["dp_shard"] > 1 else 0,
     ),
     _knob(
         "layout.gradient_reduction",
         Literal["each", "last"],
-        "When ZeRO stages 2 and 3 reduce gradients while accumulating: after each micro-batch, or only after "
-        "the last, with unsharded gradients until then. Always each if zero_stage is below 2.",
+        "When ZeRO stages 2 and 3 reduce gradients during accumulation: after `each` micro-batch, or only "
+        "after the `last` one, which keeps gradients unsharded until then. Always `each` if `zero_stage` is "
+        "below 2.",
         _suffix(
             "g",
             "gradients reduced after the last micro-batch only",
@@ -573,8 +580,9 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.replicate_with",
         Literal["auto", "ddp", "fsdp2"],
-        "Engine for replication without sharding; auto: ddp if tp is 1, stages have one chunk and "
-        "shard_embedding is off, else fsdp2. ZeRO-1 always uses its own buckets, ZeRO-2 and 3 use FSDP2.",
+        "The engine for replication without sharding. `auto` uses `ddp` if `tp` is 1, stages have one chunk "
+        "and `shard_embedding` is false; otherwise, it uses `fsdp2`. ZeRO-1 always uses its own buckets; "
+        "ZeRO-2 and ZeRO-3 use FSDP2.",
         _suffix(
             "f",
             "replicated by FSDP2 instead of DDP",
@@ -588,22 +596,22 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.shard_embedding",
         bool,
-        "Shard embedding and head over all data-parallel ranks, independently of the layers. Always false "
-        "without data-parallel ranks.",
+        "Whether to shard the embedding and the head over all data-parallel ranks, independently of the "
+        "layers. Always false without data-parallel ranks.",
         Sign("emb", "embedding and head sharded over all data-parallel devices", lambda c: c.layout.shard_embedding),
         canonical=lambda f, _: f["shard_embedding"] and f["dp_replicate"] * f["dp_shard"] * f["cp"] > 1,
     ),
     _knob(
         "layout.cp",
         Degree,
-        "Context-parallel degree: number of parts that every sequence is split into.",
+        "The context-parallel degree: the number of parts that every sequence is split into.",
         Sign("cp{N}", "every sequence over {N} devices", lambda c: _unless(c.layout.cp, 1)),
     ),
     _knob(
         "layout.cp_method",
         Literal["all_gather", "ulysses", "ring"],
-        "How attention accesses the full sequence: gather keys and values, exchange sequence for heads "
-        "(Ulysses), or pass keys and values around (ring).",
+        "How attention accesses the full sequence: `all_gather` gathers keys and values, `ulysses` "
+        "exchanges the sequence dimension for heads, and `ring` passes keys and values around.",
         _cp_method("u", "by exchanging heads (Ulysses)", "ulysses"),
         _cp_method("r", "by passing keys and values around (ring)", "ring"),
         canonical=lambda f, _: f["cp_method"] if f["cp"] > 1 else "all_gather",
@@ -611,22 +619,22 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.tp",
         Degree,
-        "Tensor-parallel degree, kept inside a node.",
+        "The tensor-parallel degree. Its ranks are always on the same node.",
         Sign("tp{N}", "every layer over {N} devices", lambda c: _unless(c.layout.tp, 1)),
     ),
     _knob(
         "layout.sequence_parallel",
         bool,
-        "Shard the norm regions along the sequence over the tp ranks. Always false if tp is 1.",
+        "Whether to shard the normalisation regions along the sequence over the `tp` ranks. Always false if `tp` is 1.",
         _suffix("sp", "with sequence parallelism", lambda c: c.layout.tp > 1 and c.layout.sequence_parallel),
         canonical=lambda f, _: f["sequence_parallel"] and f["tp"] > 1,
     ),
     _knob(
         "layout.tp_engine",
         Literal["auto", "dtensor", "local"],
-        "dtensor: PyTorch's DTensor; local: plain tensors with explicit collectives; auto: local if dtensor "
-        "does not support the configuration (num_copies 2, DDP or ZeRO-1, recompute of communication), else "
-        "dtensor.",
+        "The tensor-parallel engine: `dtensor` is PyTorch's DTensor, and `local` uses plain tensors with "
+        "explicit collectives. `auto` uses `local` if `dtensor` does not support the configuration "
+        "(`num_copies: 2`, DDP or ZeRO-1, recompute of communication); otherwise, it uses `dtensor`.",
         _suffix(
             "l", "by the local engine instead of DTensor", lambda c: c.layout.tp > 1 and c.layout.tp_engine == "local"
         ),
@@ -637,8 +645,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.num_copies",
         Literal[1, 2],
-        "2 splits each micro-batch in half and overlaps the collectives of one half with the computation of the "
-        "other. Always 1 if tp is 1.",
+        "With 2, each micro-batch is split in half, and the collectives of one half overlap with the "
+        "computation of the other. Always 1 if `tp` is 1.",
         _suffix(
             "c{N}",
             "micro-batches run as {N} overlapping copies",
@@ -649,21 +657,23 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "layout.ep",
         Degree,
-        "Expert-parallel degree: number of parts that the experts of every layer are split into, over some of the "
-        "ranks that dp_shard (without ZeRO dp_replicate), cp and tp already count. Requires a model with experts.",
+        "The expert-parallel degree: the number of parts that the experts of every layer are split into. It "
+        "uses ranks that `dp_shard` (without ZeRO, `dp_replicate`), `cp` and `tp` already count. Requires a "
+        "model with experts.",
         Sign("ep{N}", "experts of every layer over {N} devices", lambda c: _unless(c.layout.ep, 1)),
     ),
     _knob(
         "micro_batch_size",
         Degree,
-        "Samples (sequences) per data-parallel rank per micro-batch.",
+        "The number of samples (sequences) in a micro-batch of a data-parallel rank.",
         Sign("mbs{N}", "micro-batch size {N}", lambda c: c.micro_batch_size),
     ),
     _knob(
         "recompute",
         RecomputeValue,
-        "none, full (keep only the input of every layer), or a mapping with the number of layers per stage that "
-        "recompute, like {full: [4, 0]}; in `baseline` also a bare list.",
+        "Which layers recompute their activations: `none`, `full` (every layer keeps only its input), or a "
+        "mapping with the number of layers per stage, such as `{full: [4, 0]}`. In `baseline`, a bare list "
+        "is also allowed.",
         Sign("full{N}", "layers recomputed in full: {N}", lambda c: _num_layers(c.recompute.full, c)),
         Sign("~{PATTERN}:{N}", "layers that recompute {PATTERN}: {N}", _selected),
         Sign(
@@ -678,9 +688,9 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "precision",
         PrecisionValue,
-        "O0 (fp32), O1 (autocast), O2 (16-bit parameters, fp32 masters), both with bfloat16, O1-fp8 or O2-fp8 "
-        "(with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black, "
-        "keep_fp32.",
+        "The precision level: `O0` (fp32), `O1` (autocast), `O2` (16-bit parameters with fp32 master "
+        "weights), or `O1-fp8` or `O2-fp8`, which also run the matmuls of the layers in 8-bit floats. All "
+        "but `O0` use bfloat16.",
         _precision("O0", "fp32", "O0"),
         _precision("O1-{TYPE}", "autocast to {TYPE}", "O1"),
         _precision("O1-fp8", "autocast to bf16, with 8-bit float matmuls in the layers", "O1-fp8"),
@@ -697,21 +707,21 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "offload.activations",
         bool,
-        "Keep activations for the backward pass in host memory.",
+        "Whether to keep activations for the backward pass in host memory.",
         Sign("off-{WHAT}", "in host memory: {WHAT}", _offloaded, knobs=("offload_optimizer",)),
         name="offload_activations",
     ),
     _knob(
         "offload.optimizer",
         bool,
-        "Keep optimiser states and master weights in host memory, and run the optimiser step there.",
+        "Whether to keep optimiser states and master weights in host memory and run the optimiser step there.",
         name="offload_optimizer",
     ),
     _knob(
         "loader.tuning",
         DataloaderValue,
-        "manual: use num_workers and prefetch_factor; auto: find them by hill climbing before training, both "
-        "knobs are then 0; or a mapping of tuning_steps and max_workers.",
+        "How to choose the data loader settings. `manual` uses `num_workers` and `prefetch_factor`. `auto` "
+        "finds both by hill climbing before training; the two knobs are then 0.",
         Sign(
             "w-{HOW}",
             "number of data loader workers found before training: {HOW}",
@@ -724,14 +734,15 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "loader.num_workers",
         Annotated[int, Field(ge=0, le=1024)],
-        "Data loader workers per rank; 0: load in the training process.",
+        "The number of data loader workers per rank. With 0, the training process loads the data.",
         Sign("w{N}", "data loader workers per device: {N}", lambda c: c.loader.num_workers or None),
         canonical=lambda f, _: f["num_workers"] if f["tuning"] is None else 0,
     ),
     _knob(
         "loader.prefetch_factor",
         Annotated[int, Field(ge=0, le=1024)],
-        "Batches prefetched by each data loader worker (0: the default of 2). Always 0 without workers.",
+        "The number of batches that each data loader worker prefetches. 0 stands for the default of 2. "
+        "Always 0 without workers.",
         _suffix(
             "p{N}",
             "batches prefetched by each: {N}",
@@ -743,34 +754,36 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "loader.pin_memory",
         bool,
-        "Page-locked host memory for asynchronous copies to a GPU.",
+        "Whether to use page-locked host memory, for asynchronous copies to a GPU.",
         Sign("pin", "pinned host memory", lambda c: c.loader.pin_memory),
     ),
     _knob(
         "loader.persistent_workers",
         bool,
-        "Keep data loader workers from one epoch to the next. Always false without workers.",
+        "Whether to keep data loader workers from one epoch to the next. Always false without workers.",
         Sign("keep", "data loader workers kept between epochs", lambda c: c.loader.persistent_workers),
         canonical=lambda f, _: f["persistent_workers"] and (f["num_workers"] > 0 or f["tuning"] is not None),
     ),
     _knob(
         "loader.full_batch",
         bool,
-        "Every rank reads the full global batch and keeps its rows, instead of reading only those.",
+        "Whether every rank reads the full global batch and keeps its own rows, instead of reading only those.",
         Sign("fullbatch", "every device reads the full batch", lambda c: c.loader.full_batch),
     ),
     _knob(
         "loader.batching",
         Literal["padding", "packing", "buckets"],
-        "How samples of varying length become micro-batches: padded to the longest; packed, several per row of "
-        "seq_length; or sorted by length over the step and padded to one of 8 lengths.",
+        "How samples of varying length become micro-batches. `padding` pads them to the longest; `packing` "
+        "packs several into each row of `seq_length`; `buckets` sorts the samples of a step by length and "
+        "pads them to one of 8 lengths.",
         Sign("packed", "several samples packed per row", lambda c: c.loader.batching == "packing"),
         Sign("buckets", "samples batched by length", lambda c: c.loader.batching == "buckets"),
     ),
     _knob(
         "kernels.compile",
         CompileValue,
-        'off, block (every repeated layer) or model. A bare `off` and `"off"` mean the same here.',
+        "What to compile: `off` (nothing), `block` (every repeated layer) or `model`. A bare `off` and "
+        '`"off"` mean the same here.',
         Sign("compile", "every layer compiled", lambda c: c.kernels.compile == "block"),
         Sign("compile-model", "the model compiled as one", lambda c: c.kernels.compile == "model"),
         _suffix("-{NAME}", "backend of torch.compile: {NAME}", _compiled("backend"), after="compile_mode"),
@@ -778,28 +791,29 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.compile_mode",
         Literal["default", "reduce-overhead", "max-autotune"],
-        "Mode of torch.compile. Always default if compile is off.",
+        "The mode of `torch.compile`. Always `default` if `compile` is `off`.",
         _suffix("-{MODE}", "mode of torch.compile: {MODE}", _compiled("compile_mode")),
         canonical=lambda f, _: f["compile_mode"] if f["compile"] != "off" else "default",
     ),
     _knob(
         "kernels.dynamic",
         bool,
-        "Compile one graph for inputs of all lengths, instead of one per length. Always false if compile is off.",
+        "Whether to compile one graph for inputs of all lengths instead of one per length. Always false if "
+        "`compile` is `off`.",
         Sign("dynamic", "one graph for all lengths", lambda c: c.kernels.dynamic),
         canonical=lambda f, _: f["dynamic"] and f["compile"] != "off",
     ),
     _knob(
         "kernels.attention",
         Literal["auto", "flash", "efficient", "cudnn", "math"],
-        "Kernel of scaled dot-product attention. Always auto for models without attention.",
+        "The kernel for scaled dot-product attention. Always `auto` for models without attention.",
         Sign("attn-{NAME}", "attention kernel {NAME}", lambda c: _unless(c.kernels.attention, "auto")),
         canonical=lambda f, model: f["attention"] if _attends(model) else "auto",
     ),
     _knob(
         "kernels.matmul_precision",
         Literal["highest", "high", "medium"],
-        "Precision of fp32 matrix products (TF32).",
+        "The precision of fp32 matrix products. `high` allows TF32, and `medium` also bfloat16.",
         Sign(
             "matmul-{NAME}",
             "precision of fp32 matrix products: {NAME}",
@@ -809,8 +823,9 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.cudnn_tuning_range",
         CudnnValue,
-        "off, on, or {first: 1, last: 10} (the same as on): steps in which cuDNN benchmarks its convolutions. "
-        "Always off for models without convolutions.",
+        "In which steps cuDNN benchmarks its convolution algorithms: `off`, `on`, or a range of steps such "
+        "as `{first: 1, last: 10}`, which is the same as `on`. Always `off` for models without "
+        "convolutions.",
         Sign(
             "cudnn{A-B}",
             "cuDNN benchmarks its algorithms in steps {A-B}",
@@ -823,8 +838,8 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.memory_format",
         Literal["nchw", "nhwc", "auto"],
-        "Memory format of convolutions; auto: by number format, verified by timing both. Always nchw for models "
-        "without convolutions.",
+        "The memory format for convolutions. `auto` chooses by number format, then times both. Always "
+        "`nchw` for models without convolutions.",
         Sign("nhwc", "channels last in memory", lambda c: c.kernels.memory_format == "nhwc"),
         Sign(
             "format-auto",
@@ -837,7 +852,7 @@ KNOBS: tuple[Knob, ...] = (
     _knob(
         "kernels.loss_chunks",
         Annotated[int, Field(ge=1, le=2**20)],
-        "Number of parts in which logits and loss of a micro-batch are computed one after the other.",
+        "The number of parts in which the logits and the loss of a micro-batch are computed, one after the other.",
         Sign("loss{N}", "head and loss in {N} parts", lambda c: _unless(c.kernels.loss_chunks, 1)),
     ),
 )
