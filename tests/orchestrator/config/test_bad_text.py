@@ -41,7 +41,7 @@ def _key_paths(lines):
 @pytest.mark.parametrize(
     ("content", "line", "words"),
     [
-        ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
+        ("name: x\nspace: " + "[" * 5000, 1, "levels deep"),
         ("name: x\nseed: 0x" + "f" * 5000, 2, "the number is too large (5002 digits)"),
         (bytes(range(256)) * 50, None, ""),
         ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),

@@ -237,7 +237,7 @@ def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls)
         ({"attention": "all", "feed_forward": 0}, {"attention": "all"}),
         ({"wq": 1}, "matches no module that reads gathered sequences"),
         ({"(": 1}, "invalid regular expression"),
-        ({"attention.wq": 1, "attention.wk": 2}, "different numbers of layers for attention"),
+        ({"attention.wq": 1, "attention.wk": 2}, "different layer counts for projections in attention"),
     ],
 )
 def test_gathers_are_chosen_by_what_reads_them(written, read):
@@ -326,9 +326,9 @@ def test_lengths_come_from_a_list_percentiles_a_file_or_the_documents_of_a_token
 @pytest.mark.parametrize(
     ("lengths", "reason"),
     [
-        ([0, 5], "not a length"),
-        ({"p10": 5, "p100": 8}, "rise from p0 to p100"),
-        ({"p0": 5, "p100": 2}, "rise from p0 to p100"),
+        ([0, 5], "expected a length"),
+        ({"p10": 5, "p100": 8}, "must include p0 and p100"),
+        ({"p0": 5, "p100": 2}, "must include p0 and p100"),
         ({"end_token": 2}, "requires a token file"),
         ("missing.txt", "cannot read"),
     ],

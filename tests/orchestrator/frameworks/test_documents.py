@@ -152,9 +152,9 @@ def test_json_may_have_comments_and_keys_with_dots():
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("a.json", '{"a": 1,\n b}', r"a\.json:2: not JSON"),
-        ("a.yaml", "a: 1\nb: [", r"a\.yaml:\d: not YAML"),
-        ("a.toml", "a = \n", r"a\.toml: not TOML"),
+        ("a.json", '{"a": 1,\n b}', r"a\.json:2: invalid JSON"),
+        ("a.yaml", "a: 1\nb: [", r"a\.yaml:\d: invalid YAML"),
+        ("a.toml", "a = \n", r"a\.toml: invalid TOML"),
     ],
 )
 def test_what_cannot_be_read_says_where(file, text, message):

@@ -228,7 +228,7 @@ def test_a_simulated_configuration_is_a_candidate_at_most(tmp_path: Path) -> Non
     releases.promote(NAME, manifest(home, 2))
     simulate(home)
     for options in ({}, {"force": True}, {"force": True, "trial": "2"}):
-        with pytest.raises(ConfigError, match="simulated: nothing was measured; it cannot be promoted"):
+        with pytest.raises(ConfigError, match="simulated: nothing was measured, so it cannot be promoted"):
             commands.promote(NAME, home, sweep="simulated", **options)
     done = commands.promote(NAME, home, sweep="simulated", is_candidate=True)
     assert (done["version"], done["alias"], done["is_new"]) == ("2", "candidate", True)

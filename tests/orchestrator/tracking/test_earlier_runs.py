@@ -171,7 +171,7 @@ BAD = {
     ),
     "tokens": (
         {"unit": "tokens/s"},
-        "search.learn_from.unit: the tokens of a sample are unknown",
+        "search.learn_from.unit: the number of tokens per sample is unknown",
         "workload.seq_length",
     ),
     "unit": ({"unit": "mph"}, "search.learn_from.unit", "tokens/s"),
