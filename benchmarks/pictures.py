@@ -170,7 +170,7 @@ def terminal(home: Path, sweep: str, record: Path) -> None:
 def result(home: Path, sweep: str, readme: Path) -> None:
     """Put the headline of ``report`` and what the winner changes between the markers of ``readme``."""
     report = _run("report", sweep, home=home)
-    headline = re.search(r"Confirmed: .*?(?=: t\d+)", re.sub(r"[\s│]+", " ", report))
+    headline = re.search(r"Confirmed: .*?(?=\. Winner: t\d+)", re.sub(r"[\s│]+", " ", report))
     if headline is None:
         raise SystemExit(f"nothing was confirmed in {sweep}")
     changes = re.findall(r"^  \S+ +\S+ +→ .*$", report, flags=re.MULTILINE)

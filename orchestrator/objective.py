@@ -22,13 +22,14 @@ from trials.outcome import Measurement
 
 ObjectiveName = Literal["tokens_per_s_per_device", "step_time", "device_cost"]
 
+AS_FAST = "as fast as"
 GAINS: Mapping[ObjectiveName, str] = {
-    "tokens_per_s_per_device": "the speed per device",
-    "step_time": "the speed",
-    "device_cost": "the tokens per device-hour",
+    "tokens_per_s_per_device": "as fast per device as",
+    "step_time": AS_FAST,
+    "device_cost": "the tokens per device-hour of",
 }
-"""What a ratio of scores refers to if the two use different numbers of devices: ``1.42x the speed per device``. With
-equal numbers, every objective refers to the speed."""
+"""How a ratio of scores compares two configurations on different numbers of devices: ``1.42x as fast per device as``.
+With equal numbers, every objective compares speeds."""
 
 TIMES: Mapping[ObjectiveName, str] = {
     "tokens_per_s_per_device": "device time per step",

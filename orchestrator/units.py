@@ -61,8 +61,8 @@ def chance(probability: float) -> str:
 
 
 def interval(ci95: Interval | None) -> str:
-    """An interval of speeds: ``14,900 – 15,500``."""  # noqa: RUF002
-    return f"{rate(ci95.low)} {DASH} {rate(ci95.high)}" if ci95 else "interval unknown"
+    """An interval of speeds: ``14,900–15,500``."""  # noqa: RUF002
+    return f"{rate(ci95.low)}{DASH}{rate(ci95.high)}" if ci95 else "interval unknown"
 
 
 class Bounds(Protocol):
@@ -89,15 +89,23 @@ def is_wide(found: Bounds | None) -> bool:
 
 
 def ratio(value: float, found: Bounds | None) -> str:
-    """A ratio with its 95% interval: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95% CI: 1.06x – 9.56x)`` if the
-    interval is wide."""  # noqa: RUF002
+    """A ratio with its 95% interval: ``3.06x (95% CI: 2.98x–3.14x)``."""  # noqa: RUF002
+    return f"{sure_ratio(value, found)} {ratio_ci(found)}"
+
+
+def sure_ratio(value: float, found: Bounds | None) -> str:
+    """A ratio as far as it is certain: ``3.06x``, but ``at least 1.06x`` if its interval is wide."""
     if found is None or found.low is None or found.high is None or not is_wide(found):
-        return f"{value:.2f}x ({ratio_interval(found)})"
+        return f"{value:.2f}x"
     if found.low > 1:
-        sure = f"at least {floor(found.low)}x"
-    else:
-        sure = f"at most {ceil(found.high)}x" if found.high < 1 else "not distinguishable from 1x"
-    return f"{sure} (95% CI: {ratio_interval(found)})"
+        return f"at least {floor(found.low)}x"
+    return f"at most {ceil(found.high)}x" if found.high < 1 else "not distinguishable from 1x"
+
+
+def ratio_ci(found: Bounds | None) -> str:
+    """The 95% interval of a ratio, in parentheses: ``(95% CI: 2.98x–3.14x)``."""  # noqa: RUF002
+    shown = ratio_interval(found)
+    return f"(95% CI: {shown})" if found is not None and found.low is not None else f"({shown})"
 
 
 def short_ratio(value: float, found: Bounds | None) -> str:
@@ -110,10 +118,10 @@ def short_ratio(value: float, found: Bounds | None) -> str:
 
 
 def ratio_interval(found: Bounds | None) -> str:
-    """An interval of a ratio, rounded outwards: ``1.38x – 1.46x``."""  # noqa: RUF002
+    """An interval of a ratio, rounded outwards: ``1.38x–1.46x``."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None:
         return "interval unknown"
-    return f"{floor(found.low)}x {DASH} {ceil(found.high)}x"
+    return f"{floor(found.low)}x{DASH}{ceil(found.high)}x"
 
 
 def floor(value: float) -> str:
@@ -222,6 +230,5 @@ def watermark_line(virtual: Virtual | None) -> str:
 
 
 def predicted_text(gain: str) -> str:
-    """``Simulated: 1.80x the speed of your current configuration, predicted by the cost model``; ``gain`` is the part
-    before the comma."""
-    return f"Simulated: {gain}, predicted by the cost model"
+    """``Simulated: predicted to be 1.80x as fast as your current configuration``; ``gain`` begins with the ratio."""
+    return f"Simulated: predicted to be {gain}"

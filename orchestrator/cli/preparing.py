@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _MODEL = "Model to train: a Hugging Face config.json, a directory that contains one, or a model file."
-_ADDRESS = "Defaults to $RAY_ADDRESS, then to `cluster.address` in FILE."
+_ADDRESS = "Defaults to `$RAY_ADDRESS`, then to `cluster.address` in FILE."
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -250,8 +250,8 @@ def _next_steps(file: Path, files: tuple[Path, ...], advice: str = "") -> Render
 def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
     """Check that this machine can run sweeps.
 
-    Checks PyTorch, devices, Ray, MLflow, disk, memory, limits and load. Reports ok, warn or fail for each check, and
-    suggests a fix for each problem. Changes nothing and starts nothing. Exits with code 1 if a check fails.
+    Checks PyTorch, devices, Ray, MLflow, disk, memory, limits and load. Reports `ok`, `warn` or `fail` for each check,
+    and suggests a fix for each problem. Changes nothing and starts nothing. Exits with code 1 if a check fails.
 
     \b
     Examples:
@@ -344,7 +344,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
 @click.option(
     "--device",
     type=click.Choice(list(FAMILIES)),
-    help="Type of device to simulate. Defaults to the one in FILE, or to cuda if FILE specifies none.",
+    help="Type of device to simulate. Defaults to the one in FILE, or to `cuda` if FILE specifies none.",
 )
 @click.option("--exact", is_flag=True, help="Simulate every layer instead of extrapolating from a few.")
 @home_option

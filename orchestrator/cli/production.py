@@ -292,7 +292,7 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
 @click.option(
     "--address",
     metavar="HOST:PORT",
-    help="Address of the Ray head node. Defaults to $RAY_ADDRESS, then to `cluster.address` in the sweep file.",
+    help="Address of the Ray head node. Defaults to `$RAY_ADDRESS`, then to `cluster.address` in the sweep file.",
 )
 @_store_option
 @home_option

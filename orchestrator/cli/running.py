@@ -64,7 +64,7 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--address",
             metavar="HOST:PORT",
             help="Address of the Ray head node, or the URL of its dashboard (http://HOST:PORT). The controller runs "
-            "there as a Ray job. Defaults to $RAY_ADDRESS, then to `cluster.address` in the sweep file.",
+            "there as a Ray job. Defaults to `$RAY_ADDRESS`, then to `cluster.address` in the sweep file.",
         ),
     ):
         wrapped = option(wrapped)
@@ -426,8 +426,8 @@ def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json
     flag_value="faults",
     default="faults",
     metavar="[=CLASS,...]",
-    help="Failure classes to retry. Defaults to crashed, timed_out, gang_lost and host_oom. The other classes are oom, "
-    "infeasible, diverged, not_believed and stopped_early.",
+    help="Failure classes to retry. Defaults to `crashed`, `timed_out`, `gang_lost` and `host_oom`. The other classes "
+    "are `oom`, `infeasible`, `diverged`, `not_believed` and `stopped_early`.",
 )
 @where_options
 @home_option

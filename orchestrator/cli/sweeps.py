@@ -29,7 +29,7 @@ def ps(home: Path, as_json: bool) -> None:
     """List all sweeps.
 
     Shows the state, progress, best trial and controller of each sweep. A sweep is shown as interrupted if it should be
-    running but has no controller. The trial columns count finished (done), running (run) and queued (wait) trials.
+    running but has no controller. The columns `done`, `run` and `wait` count finished, running and queued trials.
 
     \b
     Examples:
@@ -80,9 +80,9 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
     Works no matter which machine the sweep's controller runs on. Pressing Ctrl-C does not affect the sweep. Exits with
     code 1 if the sweep failed or lost its controller.
 
-    With `--json`, prints one JSON object per line: first the current state, then each change. The "change" field gives
-    the type of the record: sweep (with the fields state, trials and best), lease (nodes, waiting), trial (state, nodes,
-    speed) or progress (phase, step).
+    With `--json`, prints one JSON object per line: first the current state, then each change. The `change` field gives
+    the type of the record: `sweep` (with the fields `state`, `trials` and `best`), `lease` (`nodes`, `waiting`),
+    `trial` (`state`, `nodes`, `speed`) or `progress` (`phase`, `step`).
 
     \b
     Examples:

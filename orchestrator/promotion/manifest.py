@@ -470,7 +470,7 @@ def gate_text(facts: Mapping[str, Any]) -> str:
 
 
 def speed_text(facts: Mapping[str, Any]) -> str:
-    """``3,200 tokens/s/p, 1.42x (1.38x – 1.46x) against the baseline``: both from the confirmation if it won."""  # noqa: RUF002
+    """``3,200 tokens/s/p, 1.42x (95% CI: 1.38x–1.46x) against the baseline``: both from the confirmation if it won."""  # noqa: RUF002
     ratio, speed = ratio_of(facts), facts["tokens_per_s_per_device"]
     if facts.get("confirmed") and (facts["verdict"] or {}).get("winner") == facts["trial"]:
         speed = facts["confirmed"]["figures"][f"{noun_of(facts['unit'])}_per_s_per_device"]

@@ -76,8 +76,7 @@ from orchestrator.sweep.state import (
     spent_budget,
     spent_by_search,
 )
-from orchestrator.units import count, duration, is_wide, short_ratio, trial_id
-from orchestrator.units import ratio_interval as ratio_interval_words
+from orchestrator.units import count, duration, ratio_ci, sure_ratio, trial_id
 from trials.outcome import GangLost, StoppedEarly
 from trials.spec import Layout
 
@@ -198,7 +197,7 @@ def _prove(state: SweepState, proof: ProofState) -> Command:
     if found is None:
         return _nothing_to_confirm(state)
     if BASELINE in found.failed:
-        why = f"the baseline could not be measured again: {found.failed[BASELINE]}"
+        why = f"the baseline could not be re-measured: {found.failed[BASELINE]}"
         return _conclude(state, found, "unconfirmed", None, why)
     if (failed := _failed_baseline(state, proof)) is not None:
         what = "run for the loss gate" if isinstance(failed.check, GateRun) else "measured in a longer run"
@@ -328,7 +327,7 @@ def _disqualified(state: SweepState, proof: ProofState) -> tuple[Disqualified, .
     out: dict[int, Disqualified] = {}
     for number, why in failed.items():
         if number not in lost and number != BASELINE:
-            reason = f"{trial_id(number)} failed when it was measured again: {why}"
+            reason = f"{trial_id(number)} failed when it was re-measured: {why}"
             out[number] = Disqualified(trial=number, by="failure", reason=reason)
     for report in gate_reports(state):
         if report.answer == "failed":
@@ -364,8 +363,8 @@ def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
 def _gate_reason(report: GateReport) -> str:
     """Return a sentence for a report that did not pass; a failed run is no evidence about the trained model."""
     if report.answer == "inconclusive":
-        return "is faster, but whether it trains the same model is unknown"
-    return "does not train the same model" if report.precision_class else "failed in the loss gate"
+        return "is faster, but it is unknown whether its losses match the baseline's"
+    return "does not match the baseline's losses" if report.precision_class else "failed in the loss gate"
 
 
 def shown_faster(state: SweepState, found: Confirmation) -> tuple[int, ...]:
@@ -523,16 +522,13 @@ def _last_of_each(reports: Iterable[_OfTrial]) -> tuple[_OfTrial, ...]:
 
 
 def _winner_reason(verdict: Verdict, winner: int) -> str:
-    """Write ``t004 is 1.52x as fast as the baseline (95%: 1.40x - 1.66x) over 6 rounds and a longer run of 310 steps
-    (41 s); equal: t007``."""
+    """Write ``t004 is 1.52x as fast as the baseline (95% CI: 1.40x–1.66x) over 6 rounds and a longer run of 310 steps
+    (41 s); equal: t007``."""  # noqa: RUF002
     speedup, soak = verdict.speedup, verdict.soak(winner)
     speed_text = f"{trial_id(winner)} is faster than the baseline"
     if speedup is not None:
-        sure = "at least " if is_wide(speedup) else ""
-        ratio = short_ratio(speedup.value, speedup).removeprefix("≥ ")
         speed_text = (
-            f"{trial_id(winner)} is {sure}{ratio} as fast as the baseline (95% interval: "
-            f"{ratio_interval_words(speedup)})"
+            f"{trial_id(winner)} is {sure_ratio(speedup.value, speedup)} as fast as the baseline {ratio_ci(speedup)}"
         )
     longer = f" and a longer run of {soak.num_steps} steps ({duration(soak.seconds)})" if soak else ""
     equal = f"; equal: {', '.join(map(trial_id, verdict.tied_with))}" if verdict.tied_with else ""
@@ -562,7 +558,7 @@ def _keep_reason(state: SweepState, proof: ProofState, found: Confirmation) -> s
     refused = _refusals(state, proof)
     named = {one.trial for one in _disqualified(state, proof)}
     refused += [
-        f"{trial_id(n)} failed when it was measured again: {why}" for n, why in found.failed.items() if n not in named
+        f"{trial_id(n)} failed when it was re-measured: {why}" for n, why in found.failed.items() if n not in named
     ]
     if not found.finalists:
         return "; ".join(refused)

@@ -76,7 +76,7 @@ FINALIST_LABELS: Mapping[FinalistOutcome, str] = {
     "not_judged": "loss gate inconclusive",
     "failed_evaluation": "failed your evaluation",
     "not_lasting": "its speed does not last",
-    "not_measured": "not measured again: {cause}",
+    "not_measured": "not re-measured: {cause}",
     "not_measured_yet": "not measured yet",
 }
 
@@ -96,15 +96,15 @@ CommandPurpose = Literal[
 PURPOSE_LABELS: Mapping[CommandPurpose, str] = {
     "logs": "show the logs of the failed ranks",
     "story": "show what happened, and what to do",
-    "retry": "launch failed trials again, once the cause is fixed",
+    "retry": "retry failed trials once the cause is fixed",
     "delete": "delete the sweep, which has no measurements",
     "ui": "open all trials in the browser",
     "page": "write a single page to keep or share",
     "explain": "show the bottleneck and its remedy",
-    "confirm": "measure it again, interleaved with the baseline",
+    "confirm": "re-measure it, interleaved with the baseline",
     "promote": "make it the production configuration",
     "force": "not confirmed; requires --force",
-    "rollback": "go back to the previous one",
+    "rollback": "restore the previous version",
 }
 
 

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from orchestrator import statistics, units
 from orchestrator.mlflow_urls import public_uri
-from orchestrator.objective import GAINS, Figures, Objective, ObjectiveName, noun_of
+from orchestrator.objective import AS_FAST, GAINS, Figures, Objective, ObjectiveName, noun_of
 from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
 from orchestrator.report import descriptions
 from orchestrator.report.profile_tables import ProfileTables, profile_tables
@@ -28,7 +28,7 @@ from orchestrator.report.result_schema import (
 )
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.events import CandidatesPruned, ProfileRun, RatioInterval, UserNote, Verdict
+from orchestrator.sweep.events import CandidatesPruned, ProfileRun, UserNote, Verdict
 from orchestrator.sweep.snapshot import Phase
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from orchestrator.units import Virtual, predicted_text, watermark_line
@@ -357,9 +357,9 @@ def headline(state: SweepState, summary: Summary) -> str:
         return _search_headline(state, summary) + _proof_going_on(state, summary)
     if verdict.conclusion == "confirmed" and verdict.winner is not None:
         winner = state.trials[verdict.winner]
-        speed = f"{_gain(state, winner, verdict.speedup)} of" if verdict.speedup else "faster than"
-        here = f"your current configuration{_devices(state, winner)}"
-        return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
+        found = verdict.speedup
+        gain = _gain(state, winner, found.value, found) if found else _faster(state, winner)
+        return f"Confirmed: {gain}{_same(verdict)}. Winner: {_named(winner)}."
     if verdict.conclusion == "keep":
         return f"Keep your current configuration: {_short(verdict.reason)}"
     best = chosen_result(state, summary)
@@ -373,23 +373,22 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     if verdict is not None and verdict.winner is not None:
         winner = state.trials[verdict.winner]
         ratio = verdict.speedup.value if verdict.speedup else None
-        return f"{predicted_text(_point_gain(state, winner, ratio))}: {_named(winner)}."
+        return f"{predicted_text(_point_gain(state, winner, ratio))}. Winner: {_named(winner)}."
     if verdict is not None and verdict.conclusion == "unconfirmed":
         return f"{virtual.capitalize()}, inconclusive: {_short(verdict.reason)}"
     if summary.best is None:
         return f"{virtual.capitalize()}: no trial has finished."
     if compared is None:
-        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline was not measured."
+        return f"{virtual.capitalize()}: the baseline was not measured. Fastest trial: {_named(summary.best.trial)}."
     if verdict is not None or compared.verdict != "faster":
         return f"{virtual.capitalize()}: nothing is faster than your current configuration."
     best = summary.best.trial
-    return f"{predicted_text(_point_gain(state, best, compared.ratio.value))}: {_named(best)}."
+    return f"{predicted_text(_point_gain(state, best, compared.ratio.value))}. Fastest trial: {_named(best)}."
 
 
 def _point_gain(state: SweepState, trial: Trial, ratio: float | None) -> str:
-    """``1.80x the speed of your current configuration``, without an interval: nothing was measured."""
-    gain = f"{ratio:.2f}x {_gained(state, trial)} of" if ratio is not None else "faster than"
-    return f"{gain} your current configuration{_devices(state, trial)}"
+    """``1.80x as fast as your current configuration``, without an interval: nothing was measured."""
+    return _faster(state, trial, "" if ratio is None else f"{ratio:.2f}x")
 
 
 def _short(reason: str) -> str:
@@ -413,23 +412,21 @@ def details(state: SweepState) -> list[str]:
 
 def _same(verdict: Verdict) -> str:
     judged = [report for report in verdict.gates if report.trial == verdict.winner]
-    return ", with matching loss" if judged and judged[-1].passed else ""
+    return "; losses match" if judged and judged[-1].passed else ""
 
 
-def _gain(state: SweepState, trial: Trial, found: RatioInterval) -> str:
-    """``3.06x (2.98x – 3.14x) the speed``: the quantity depends on whether both use the same number of devices."""  # noqa: RUF002
-    return f"{units.ratio(found.value, found)} {_gained(state, trial)}"
+def _gain(state: SweepState, trial: Trial, value: float, found: units.Bounds | None) -> str:
+    """``3.06x as fast as your current configuration (95% CI: 2.98x–3.14x)``."""  # noqa: RUF002
+    return f"{_faster(state, trial, units.sure_ratio(value, found))} {units.ratio_ci(found)}"
 
 
-def _gained(state: SweepState, trial: Trial) -> str:
-    is_same = state.baseline is not None and _num_devices(state.baseline) == _num_devices(trial)
-    return "the speed" if is_same else GAINS[state.objective.name]
-
-
-def _devices(state: SweepState, trial: Trial) -> str:
-    """`` on 1 device instead of 2``; empty if the number is equal."""
+def _faster(state: SweepState, trial: Trial, ratio: str = "") -> str:
+    """``3.06x as fast as your current configuration``, or ``faster than ...`` without a ratio. The quantity depends on
+    whether both use the same number of devices."""
     before, after = _num_devices(state.trials[0]), _num_devices(trial)
-    return "" if before == after else f" on {units.count(after, 'device')} instead of {before}"
+    gain = AS_FAST if before == after else GAINS[state.objective.name]
+    devices = "" if before == after else f", on {units.count(after, 'device')} instead of {before}"
+    return f"{f'{ratio} {gain}' if ratio else 'faster than'} your current configuration{devices}"
 
 
 def _num_devices(trial: Trial) -> int:
@@ -445,20 +442,20 @@ def _search_headline(state: SweepState, summary: Summary) -> str:
     baseline = state.baseline.outcome if state.baseline is not None else None
     if isinstance(baseline, NotBelieved):
         reported, seen = (duration(total_s / baseline.num_steps) for total_s in (baseline.reported_s, baseline.seen_s))
-        return f"The baseline is not believed: it reports {reported} per step, but {seen} passed. Nothing was compared."
+        return f"The baseline reported {reported} per step, but {seen} passed. Nothing was compared."
     memory = _out_of_memory(state.baseline)
     if best is None:
         remedy = f" {_less_memory(state)}" if memory and state.is_over else ""
         return " ".join(filter(None, (memory, f"Nothing was measured.{remedy}")))
     winner = f"{units.trial_id(best.trial.number)} at {units.rate(best.speed.value)} {summary.unit}"
     if compared is None:
-        return f"Fastest: {winner}. {memory or 'The baseline was not measured.'}"
+        return f"Fastest trial: {winner}. {memory or 'The baseline was not measured.'}"
     if compared.verdict == "faster":
-        gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
-        return f"{gain[0].upper()}{gain[1:]} of your current configuration{_devices(state, best.trial)}: {winner}."
+        gain = _gain(state, best.trial, compared.ratio.value, compared.ratio.ci95)
+        return f"{gain[0].upper()}{gain[1:]}. Fastest trial: {winner}."
     if best.trial.number == 0:
-        return f"Keep your current configuration: nothing measured is faster ({winner})."
-    return f"Keep your current configuration: the difference of {winner} is within the noise."
+        return f"Keep your current configuration: no measured trial is faster ({winner})."
+    return f"Keep your current configuration: the gain of {winner} is within the noise."
 
 
 def _out_of_memory(trial: Trial | None) -> str:
@@ -476,9 +473,9 @@ def _less_memory(state: SweepState) -> str:
     """What to set in `baseline` so that it fits, from what it has."""
     candidate = state.trials[BASELINE].candidate
     size = candidate.micro_batch_size
-    ways = [f"a micro_batch_size below {size}"] if size > 1 else []
+    ways = [f"`micro_batch_size` to less than {size}"] if size > 1 else []
     is_ours = not isinstance(state.sweep.workload.model, ScriptModel)
-    ways += ["recompute: full"] if is_ours and candidate.recompute == Recompute() else []
+    ways += ["`recompute` to `full`"] if is_ours and candidate.recompute == Recompute() else []
     ways += ["values that need less memory"] if not ways else []
     return f"In `baseline`, set {' or '.join(ways)}, then run `submit --replace`."
 
@@ -486,7 +483,7 @@ def _less_memory(state: SweepState) -> str:
 def _proof_going_on(state: SweepState, summary: Summary) -> str:
     """The headline's addition without a verdict: that only the search measured the gain, or the proof is running."""
     if state.proof is not None:
-        return " Not confirmed yet." if state.is_over else " Being confirmed."
+        return " Not confirmed yet." if state.is_over else " Confirmation in progress."
     is_gain = summary.speedup is not None and summary.speedup.verdict == "faster"
     return " Measured by the search, not confirmed." if is_gain else ""
 

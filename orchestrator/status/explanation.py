@@ -370,7 +370,7 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     for one in curves.finalists(state):
         if one.trial == number:
             speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
-            yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_text(one)}"
+            yield f"re-measured in {count(len(one.rounds), 'round')}: {speed}{finalist_text(one)}"
     yield from (f"loss gate {gate_text(report)}" for report in curves.gates(state) if report.trial == number)
     yield from (soak_text(report) for report in curves.soaks(state) if report.trial == number)
     yield from (f"your evaluation: {evaluation_text(one)}" for one in curves.evaluations(state) if one.trial == number)

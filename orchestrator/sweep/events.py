@@ -319,7 +319,7 @@ class Disqualified:
     trial: int
     by: DisqualifiedBy
     reason: str
-    """A clause with the trial as its subject: ``t003 does not train the same model: ...``."""
+    """A clause with the trial as its subject: ``t003 does not match the baseline's losses: ...``."""
 
 
 Conclusion = Literal["confirmed", "keep", "unconfirmed", "rehearsed"]

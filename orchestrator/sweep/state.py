@@ -626,10 +626,10 @@ def spent_budget(state: SweepState, share: float = 1.0) -> str:
 def _spent_budget(state: SweepState, share: float = 1.0) -> End | None:
     budget, part = state.sweep.budget, "the" if share == 1.0 else f"{share:.0%} of the"
     if budget.device_hours is not None and state.budgeted_device_seconds >= share * budget.device_hours * 3600:
-        words = f"{part} budget of {budget.device_hours:g} device-hours is spent"
+        words = f"{part} budget of {budget.device_hours:g} device-hours was used up"
         return End(cause=FinishCause.BUDGET_DEVICE_HOURS, reason=words)
     if budget.wall_time_s is not None and state.active_s >= share * budget.wall_time_s:
-        words = f"{part} budget of {budget.wall_time_s:g} s of wall time is spent"
+        words = f"{part} budget of {budget.wall_time_s:g} s of wall time was used up"
         return End(cause=FinishCause.BUDGET_WALL_TIME, reason=words)
     return None
 
@@ -668,7 +668,7 @@ def end_of_search(state: SweepState) -> End | None:
         return End(cause=state.proof.cause, reason=state.proof.reason)
     limit = state.sweep.budget.max_trials
     if limit is not None and state.num_searched >= limit:
-        return End(cause=FinishCause.BUDGET_TRIALS, reason=f"the budget of {units.count(limit, 'trial')} is spent")
+        return End(cause=FinishCause.BUDGET_TRIALS, reason=f"the budget of {units.count(limit, 'trial')} was used up")
     exhausted = End(cause=FinishCause.EXHAUSTED, reason=state.exhausted) if state.exhausted else None
     return _spent_by_search(state) or exhausted or _spent_patience(state)
 

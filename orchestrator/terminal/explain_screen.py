@@ -283,7 +283,7 @@ def _interval(effect: KnobEffect) -> str:
     if not effect.low or not effect.high:
         return "no interval"
     low, high = f"{units.floor(effect.low)}", f"{units.ceil(effect.high)}"
-    return f"{low} {units.DASH} {high}" if effect.high < WIDE * effect.low else f"{low} or more"
+    return f"{low}{units.DASH}{high}" if effect.high < WIDE * effect.low else f"{low} or more"
 
 
 def _contrast(effect: KnobEffect) -> Text:

@@ -54,7 +54,7 @@ STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 def render_report(report: Report) -> RenderableType:
     """The full result: winner and baseline, what changed, trials by speed, failures, next commands."""
     virtual = report.summary.virtual
-    heading, again = descriptions.confirmation_heading(virtual), "" if virtual else "measured again, "
+    heading, again = descriptions.confirmation_heading(virtual), "" if virtual else "re-measured, "
     note = [Text(one_line(plain(report.note)))] if report.note else []
     parts: list[RenderableType] = [*mark(virtual), _title(report), *note, _result_panel(report)]
     if report.change is not None:

@@ -42,7 +42,7 @@ def test_a_planted_fast_but_wrong_candidate_is_refused(cheated):
     assert proof["conclusion"] == "keep" and proof["winner"] is None
     (report,) = proof["gates"]
     assert (report["trial"], report["passed"]) == (1, False) and report["grad_norm_deviation"] > 0.1
-    assert "does not train the same model" in proof["reason"]
+    assert "does not match the baseline's losses" in proof["reason"]
     refused = run("promote", "cheated", "--name", "cheat", "--trial", "1", home=home, code=2)
     assert "--force" in refused
 

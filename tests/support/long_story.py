@@ -40,7 +40,7 @@ def events(outcomes, *, finished=True, name="story"):
         story.append(launched(trial, at_s=at_s + 1.0))
         story.append(ended(trial, outcome, at_s=at_s + 9.0))
     if finished:
-        reason = f"the budget of {len(outcomes)} trials is spent"
+        reason = f"the budget of {len(outcomes)} trials was used up"
         story.append(SweepFinished(at_s=at_s + 10.0, status="finished", reason=reason, cause=FinishCause.EXHAUSTED))
     return story
 

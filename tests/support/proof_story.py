@@ -56,8 +56,8 @@ def _verdict(conclusion):
     )
     reasons = {
         "confirmed": f"t001 is faster than the baseline in {NUM_ROUNDS} rounds",
-        "keep": "t001 does not train the same model: the loss at step 17 is 3% off",
-        "unconfirmed": "the budget of 1 device-hour is spent",
+        "keep": "t001 does not match the baseline's losses: the loss at step 17 is 3% off",
+        "unconfirmed": "the budget of 1 device-hour was used up",
     }
     return Verdict(
         conclusion=conclusion,

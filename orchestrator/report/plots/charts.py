@@ -82,7 +82,7 @@ def plot_history(found: History, unit: str) -> Figure:
 
 def _point_title(point: SpeedPoint, unit: str) -> str:
     """``t003  pp2 mbs1: 2,427 tokens/s/p``, then its interval and peak memory, if known."""
-    interval = f" ({units.rate(point.low)} {units.DASH} {units.rate(point.high)})" if point.low < point.high else ""
+    interval = f" ({units.rate(point.low)}{units.DASH}{units.rate(point.high)})" if point.low < point.high else ""
     name = f"{units.trial_id(point.trial)}  {point.name}".rstrip()
     memory = f", {units.num_bytes(point.peak_bytes)}" if point.peak_bytes else ""
     return f"{name}: {units.rate(point.speed)} {unit}{interval}{memory}"
@@ -312,7 +312,7 @@ def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
         entitle(
             drawn,
             [
-                f"{name}  round {r.round + 1}: {r.value:.2f}x ({r.low:.2f}x {units.DASH} {r.high:.2f}x)"
+                f"{name}  round {r.round + 1}: {r.value:.2f}x ({r.low:.2f}x{units.DASH}{r.high:.2f}x)"
                 for r in one.rounds
             ],
         )

@@ -272,7 +272,7 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head, file, tmp_p
     second = tune_cluster(head, "submit", file, *where, "--follow", "--json")
     assert second.returncode == 0, second.stderr
     assert told["job"] in second.stderr
-    assert "finished: the budget of 2 trials is spent" in second.stderr
+    assert "finished: the budget of 2 trials was used up" in second.stderr
     result = json.loads(second.stdout)
     assert (result["state"], result["trials"]["measured"]) == ("finished", 2)
 

@@ -129,7 +129,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
         assert json.loads(followed.stdout)["state"] == "finished"
     log = home / "sweeps" / "first" / "controller.log"
     assert log.stat().st_mode & 0o777 == 0o600
-    assert "finished: the budget of 6 trials is spent" in log.read_text()
+    assert "finished: the budget of 6 trials was used up" in log.read_text()
 
     before = state(home, "first")
     failed = [trial.number for trial in before.trials if trial.status == "oom"]

@@ -92,7 +92,7 @@ def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from
     submission, state = go_on(max_trials=5)
     assert submission.budget_change == "max_trials 3 -> 5; the sweep continues" and not submission.is_over
     assert [trial.candidate for trial in state.trials] == [trial.candidate for trial in whole.trials]
-    assert (state.status, state.finish_reason) == ("finished", "the budget of 5 trials is spent")
+    assert (state.status, state.finish_reason) == ("finished", "the budget of 5 trials was used up")
     submission, state = go_on(wall_time="30m")
     assert submission.budget_change == "" and submission.is_over, "a finished sweep has nothing to end sooner"
     assert state.num_searched == 5

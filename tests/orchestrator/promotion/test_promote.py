@@ -58,7 +58,7 @@ def test_the_confirmed_winner_goes_to_production_with_its_evidence(home: Home, c
     assert facts["fingerprint"] == {"torch": "2"}
     version = client.get_model_version_by_alias("llama", "production")
     assert version.tags["speedup"] == "1.25" and version.tags["gate"] == "passed" and version.tags["forced"] == "false"
-    assert "1.25x (1.20x – 1.30x) against the baseline" in version.description  # noqa: RUF001
+    assert "1.25x (95% CI: 1.20x–1.30x) against the baseline" in version.description  # noqa: RUF001
     body = yaml.safe_load(version.description.split("```yaml\n")[1].split("```")[0])
     assert from_json(Candidate, body["candidate"]) == candidate(1)
     files = files_of(client, "llama", "1", tmp_path)
@@ -99,10 +99,10 @@ KEEP = Verdict(
 WRONG = Verdict(
     conclusion="keep",
     winner=None,
-    reason="t001 does not train the same model",
+    reason="t001 does not match the baseline's losses",
     gates=(gate(1, "the loss differs by 0.2 in step 3"),),
 )
-UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of 2 device-hours is spent")
+UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of 2 device-hours was used up")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of
             "t001",
             ("failed the loss gate", "the loss differs by 0.2 in step 3", "Keep your current configuration"),
         ),
-        (UNSETTLED, None, ("the budget of 2 device-hours is spent", "confirm story t001")),
+        (UNSETTLED, None, ("the budget of 2 device-hours was used up", "confirm story t001")),
         (confirmed(gates=()), None, ("the loss gate did not check", "`gate:` on")),
         (confirmed(), "2", ("the confirmed winner is t001", "confirm story t002")),
         (confirmed(tied_with=(2,)), "2", ("the confirmed winner is t001, but the two are tied",)),

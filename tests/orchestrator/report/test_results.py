@@ -35,14 +35,14 @@ from trials.spec import Candidate, ProfileSpec, Recompute
 @pytest.mark.parametrize(
     ("value", "low", "high", "shown", "short"),
     [
-        (1.4, 1.004, 1.86, "at least 1.004x (95% CI: 1.004x – 1.86x)", "≥ 1.004x"),  # noqa: RUF001
-        (1.4, 1.0001, 1.86, "at least 1.0001x (95% CI: 1.0001x – 1.86x)", "≥ 1.0001x"),  # noqa: RUF001
-        (1.4, 1.25, 1.86, "at least 1.25x (95% CI: 1.25x – 1.86x)", "≥ 1.25x"),  # noqa: RUF001
-        (1.4, 0.5, 0.996, "at most 0.996x (95% CI: 0.50x – 0.996x)", "≤ 0.996x"),  # noqa: RUF001
-        (3.06, 2.98, 3.14, "3.06x (2.98x – 3.14x)", "3.06x"),  # noqa: RUF001
-        (3.18, 1.0649, 9.561, "at least 1.06x (95% CI: 1.06x – 9.57x)", "≥ 1.06x"),  # noqa: RUF001
-        (0.5, 0.2, 0.941, "at most 0.95x (95% CI: 0.20x – 0.95x)", "≤ 0.95x"),  # noqa: RUF001
-        (1.2, 0.8, 1.9, "not distinguishable from 1x (95% CI: 0.80x – 1.90x)", "≈1.20x"),  # noqa: RUF001
+        (1.4, 1.004, 1.86, "at least 1.004x (95% CI: 1.004x–1.86x)", "≥ 1.004x"),  # noqa: RUF001
+        (1.4, 1.0001, 1.86, "at least 1.0001x (95% CI: 1.0001x–1.86x)", "≥ 1.0001x"),  # noqa: RUF001
+        (1.4, 1.25, 1.86, "at least 1.25x (95% CI: 1.25x–1.86x)", "≥ 1.25x"),  # noqa: RUF001
+        (1.4, 0.5, 0.996, "at most 0.996x (95% CI: 0.50x–0.996x)", "≤ 0.996x"),  # noqa: RUF001
+        (3.06, 2.98, 3.14, "3.06x (95% CI: 2.98x–3.14x)", "3.06x"),  # noqa: RUF001
+        (3.18, 1.0649, 9.561, "at least 1.06x (95% CI: 1.06x–9.57x)", "≥ 1.06x"),  # noqa: RUF001
+        (0.5, 0.2, 0.941, "at most 0.95x (95% CI: 0.20x–0.95x)", "≤ 0.95x"),  # noqa: RUF001
+        (1.2, 0.8, 1.9, "not distinguishable from 1x (95% CI: 0.80x–1.90x)", "≈1.20x"),  # noqa: RUF001
         (1.2, None, None, "1.20x (interval unknown)", "1.20x"),
     ],
 )
@@ -145,7 +145,11 @@ def test_without_a_winner_the_trial_shown_is_that_of_the_speedup():
 @pytest.mark.parametrize(
     ("outcome", "changes", "text"),
     [
-        (OutOfMemory(evidence=evidence()), {"micro_batch_size": 4}, "a micro_batch_size below 4 or recompute: full"),
+        (
+            OutOfMemory(evidence=evidence()),
+            {"micro_batch_size": 4},
+            "`micro_batch_size` to less than 4 or `recompute` to `full`",
+        ),
         (HostOutOfMemory(evidence=evidence()), {"recompute": Recompute(full=((1,),))}, "values that need less memory"),
     ],
 )
