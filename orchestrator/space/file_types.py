@@ -276,12 +276,15 @@ _MAX_LAYERS = 10**6
 _ROWS = "List one number per stage, such as [2, 1, 1, 0], or one such list per chunk."
 
 
-def _rows(value: Any, *, low: int, words: str) -> Counts:
+def _rows(value: Any, *, low: int) -> Counts:
     """Parse numbers per stage, or a list of such lists, one per chunk."""
     nested = any(isinstance(row, list | tuple) for row in value)
     for i, row in enumerate(value if nested else [value]):
-        if not isinstance(row, list | tuple) or not row:
-            raise fault(str(i) if nested else None, f"expected {words}{received(row)}", _ROWS)
+        place = str(i) if nested else None
+        if not isinstance(row, list | tuple):
+            raise fault(place, f"expected a list of integers, one per stage{received(row)}", _ROWS)
+        if not row:
+            raise fault(place, "the list is empty", _ROWS)
         for j, number in enumerate(row):
             if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= _MAX_LAYERS:
                 message = f"expected an integer from {low} to {_MAX_LAYERS}{received(number)}"
@@ -302,11 +305,11 @@ def _count(value: Any) -> LayerCount:
         return ALL_LAYERS
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LAYERS:
         return value
-    words = "'all', a layer count, or a list with one layer count per stage"
     if isinstance(value, list | tuple):
-        rows = _rows(value, low=0, words=words)
+        rows = _rows(value, low=0)
         return rows if any(map(any, rows)) else 0
-    raise fault(None, f"expected {words}{received(value)}", _COUNT_REMEDY)
+    expected = "'all', a layer count, or a list with one layer count per stage"
+    raise fault(None, f"expected {expected}{received(value)}", _COUNT_REMEDY)
 
 
 def _write_count(count: LayerCount) -> Any:
@@ -444,7 +447,7 @@ BaselineRecompute = Annotated[RecomputeSection, *_RECOMPUTE, _OrList()]
 def _offsets(value: Any) -> Counts:
     if not isinstance(value, list | tuple):
         raise fault(None, f"expected a list{received(value)}", "List one offset per stage, such as [-2, 1, 1, 0].")
-    rows = _rows(value, low=-_MAX_LAYERS, words="a list of integers, one per stage")
+    rows = _rows(value, low=-_MAX_LAYERS)
     total, most = sum(map(sum, rows)), sum(map(len, rows)) - 1
     if not 0 <= total <= most:
         remedy = (
@@ -460,7 +463,7 @@ def _stage_counts(value: Any) -> Counts:
         raise fault(
             None, f"expected a list{received(value)}", "List one layer count per stage, such as [10, 11, 11, 8]."
         )
-    return _rows(value, low=0, words="a list of integers, one per stage")
+    return _rows(value, low=0)
 
 
 class StageLayersSection(Section):
