@@ -256,13 +256,21 @@ def apply_compile(model: TrainModel, kernels: Kernels) -> None:
     if kernels.compile == "off":
         return
     mode = None if kernels.compile_mode == "default" else kernels.compile_mode
-    head = getattr(model, "output", None)
-    heads = [head] if isinstance(head, Head) and kernels.loss_chunks == 1 else []
-    targets: list[nn.Module] = [model] if kernels.compile == "model" else [*model.layers.values(), *heads]
-    for target in targets:
+    for target in compiled_units(model, kernels):
         breaks = any(mixture.exchange is not None for mixture in mixtures_in([target]))
-        whole = kernels.compile == "block" and (target in heads or not model.is_own) and not breaks
+        whole = kernels.compile == "block" and (isinstance(target, Head) or not model.is_own) and not breaks
         target.compile(backend=kernels.backend, mode=mode, dynamic=kernels.dynamic, fullgraph=whole)
+
+
+def compiled_units(model: TrainModel, kernels: Kernels) -> Iterator[nn.Module]:
+    """Yield the modules that :func:`apply_compile` compiles."""
+    if kernels.compile == "model":
+        yield model
+    if kernels.compile == "block":
+        yield from model.layers.values()
+        head = getattr(model, "output", None)
+        if isinstance(head, Head) and kernels.loss_chunks == 1:
+            yield head
 
 
 @dataclass(frozen=True, slots=True)

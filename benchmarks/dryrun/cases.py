@@ -79,6 +79,28 @@ FAMILIES: dict[str, TrialSpec] = {
 }
 """Trials that run on this machine, for real and simulated."""
 
+
+def compiled(spec: TrialSpec) -> TrialSpec:
+    """The same trial with compiled layers, head and loss."""
+    kernels = dataclasses.replace(spec.candidate.kernels, compile="block")
+    return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
+
+
+COMPILED: dict[str, TrialSpec] = {
+    f"{name}, compiled": compiled(FAMILIES[name])
+    for name in (
+        *(
+            "single, fp32",
+            "single, full recompute",
+            "single, selective recompute",
+            "single, O1 bf16",
+            "single, O2 bf16",
+        ),
+        *("ZeRO-1 x2", "ZeRO-3 x2, O2 bf16", "PP2 1F1B", "TP2 local", "TP2 DTensor", "CP2 all-gather", "CP2 ring"),
+    )
+}
+"""Some of them compiled by inductor, for real and simulated."""
+
 LLAMA2_13B = LlamaModel(
     hidden_size=5120, num_layers=40, num_heads=40, num_kv_heads=40, ffn_hidden_size=13824, vocab_size=32000
 )

@@ -327,10 +327,6 @@ class DryRunCache:
 # Cached estimates of dry runs, and the rule that rejects candidates that do not fit into memory
 
 RULE_ID = "dryrun-memory"
-COMPILED_SAVING = 0.4
-"""Most of the activations of eager blocks that compiled ones do not keep, as a fraction. Dry runs execute eager code;
-the graphs that inductor compiles keep 36% less in blocks like those of Llama 3
-(``tests/trials/test_compiled_memory.py``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,15 +353,6 @@ class DryRunEstimates:
         others = self.context_bytes + self.communicator_bytes * num_communicators(candidate.layout)
         estimate = self.by_candidate[candidate]
         return estimate.needed_bytes(FRAGMENTATION, others) + estimate.host_bytes * self.devices_are_host
-
-    def least_bytes(self, candidate: Candidate) -> int:
-        """Return the least that the candidate may need: :meth:`needed_bytes`, less what compiled blocks may save."""
-        needed = self.needed_bytes(candidate)
-        if candidate.kernels.compile == "off":
-            return needed
-        stage = max(self.by_candidate[candidate].stages, key=lambda one: one.peak_bytes)
-        kept = stage.peak_by_category.get("activation", 0)
-        return needed - round(COMPILED_SAVING * kept * (1.0 + FRAGMENTATION))
 
     def to_json(self, candidate: Candidate) -> dict[str, int]:
         """Return peak and need of the candidate; empty without a dry run."""
@@ -403,10 +390,8 @@ class DryRunEstimates:
         )
 
     def _device_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
-        if self.limit_bytes is None:
-            return None
-        needed, least = self.needed_bytes(candidate), self.least_bytes(candidate)
-        if least <= self.limit_bytes:
+        needed = self.needed_bytes(candidate)
+        if self.limit_bytes is None or estimate.is_upper_bound or needed <= self.limit_bytes:
             return None
         peak, margin = num_bytes(estimate.peak_bytes), num_bytes(needed - estimate.peak_bytes)
         return f"predicted peak {peak} with margin {margin} exceeds device memory {num_bytes(self.limit_bytes)}"

@@ -363,6 +363,8 @@ def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
     yield _judgement(verdict, result)
     if verdict.on_cpu:
         yield Text(TENSORS_ALONE, style="dim")
+    if result.is_upper_bound:
+        yield Text("upper bound: compiled layers were simulated as eager code, which usually keeps more", style="dim")
     yield _memory_dry_run(verdict, result)
     if verdict.crowded_bytes is not None:
         yield _worst_case(verdict.crowded_bytes, verdict.limit_bytes)

@@ -37,8 +37,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     import torch
 
+    from trials.dryrun import graphs
     from trials.dryrun.simulate import simulate
 
+    if any(graphs.is_simulated(request.spec) for request in requests):
+        graphs.prepare()
     torch.set_num_threads(1)
     gc.freeze()  # torch has many objects, which collections in children can skip
     gc.enable()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trials.spec import Layout, TrialSpec
 
-VERSION = 6
+VERSION = 7
 """Version of the simulation; results of different versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
@@ -100,6 +100,8 @@ class RankRun:
     """Passes of the step, in order."""
     host_bytes: int = 0
     """Peak of offloaded data in host memory."""
+    is_upper_bound: bool = False
+    """Whether compiled layers were simulated as eager code, which usually keeps more."""
     cpu_s: float = 0.0
     """CPU seconds of the simulation."""
 
@@ -175,6 +177,8 @@ class StageEstimate:
     """Elements stored on the rank."""
     host_bytes: int = 0
     """Peak of the rank's host memory: activations, optimiser states."""
+    is_upper_bound: bool = False
+    """See :attr:`RankRun.is_upper_bound`."""
 
     @classmethod
     def of_run(cls, stage: int, run: RankRun) -> StageEstimate:
@@ -190,6 +194,7 @@ class StageEstimate:
             collectives=run.collectives,
             num_parameters=run.num_parameters,
             host_bytes=run.host_bytes,
+            is_upper_bound=run.is_upper_bound,
         )
 
     def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
@@ -212,6 +217,11 @@ class DryRunEstimate:
     def peak_bytes(self) -> int:
         """Peak of the largest stage."""
         return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether compiled layers of any stage were simulated as eager code."""
+        return any(stage.is_upper_bound for stage in self.stages)
 
     @property
     def host_bytes(self) -> int:

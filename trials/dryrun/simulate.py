@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.datasets import collated, open_user_data
+from trials.dryrun import graphs
 from trials.dryrun import tracker as fake
 from trials.dryrun.estimate import CATEGORIES, DryRunRequest, PassKind, PassRun, RankRun, Traffic
 from trials.dryrun.small import runs_of_chunk
 from trials.dryrun.tracker import MemoryTracker, TrafficCounter, replaced
 from trials.failure import InfeasibleSpec
-from trials.kernels import expected_attention
+from trials.kernels import compiled_units, expected_attention
 from trials.legality import check
 from trials.models import build_model, import_code, own_folder
 from trials.models.model import DEVICE_TILE_WORDS
@@ -35,6 +39,7 @@ from trials.precision import autocast, parameter_dtype
 from trials.sizes import all_chunks, coordinates, num_virtual_stages_total
 from trials.spec import (
     HuggingFaceModel,
+    Kernels,
     LinearModel,
     LlamaModel,
     PythonData,
@@ -44,6 +49,8 @@ from trials.spec import (
     UserModel,
 )
 from trials.training.loop import ModelPart, Pipeline, Stage, Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,21 +331,35 @@ def simulate(request: DryRunRequest) -> RankRun:
         InfeasibleSpec: a real run would reject the specification too.
     """
     started_s = time.process_time()
-    with simulation(request) as built:
+    check(request.spec)
+    if graphs.is_simulated(request.spec):
+        try:
+            return _run(request, graphs.with_graphs(request.spec), started_s)
+        except InfeasibleSpec:
+            raise
+        except Exception as error:  # of any part of the compiler
+            logger.info("simulated as eager code: %s: %s", type(error).__name__, error)
+    run = _run(request, graphs.without_graphs(request.spec), started_s)
+    return dataclasses.replace(run, is_upper_bound=request.spec.candidate.kernels.compile != "off")
+
+
+def _run(request: DryRunRequest, spec: TrialSpec, started_s: float) -> RankRun:
+    with simulation(dataclasses.replace(request, spec=spec)) as built:
         return built.run(started_s)
 
 
 @contextlib.contextmanager
 def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
     """Build the rank on fake tensors in a fake world; see :func:`simulate`."""
-    spec = _eager(request.spec)
-    check(spec)
+    spec = request.spec
     is_accelerator = request.mode == "accelerator"
     tracker = MemoryTracker(CUDA_GRANULE_BYTES if is_accelerator else 1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own_folder(spec.workload.model))
         import_code(spec.workload.model)
+        if spec.candidate.kernels.compile != "off":
+            stack.enter_context(graphs.simulated_graphs(tracker))
         stack.enter_context(fake.fake_process_group(request.rank, spec.candidate.layout.world_size))
         mesh = build_mesh(spec.candidate.layout, CPU)
         stack.enter_context(fake.storage_from(mode, DEVICE_TILE_WORDS if is_accelerator else None))
@@ -356,13 +377,6 @@ def simulation(request: DryRunRequest) -> Iterator[SimulatedRank]:
             stack.enter_context(fake.fused_rms_norm())
             stack.enter_context(fake.scaled_matmuls())
         yield SimulatedRank(request, spec, mesh, mode, tracker)
-
-
-def _eager(spec: TrialSpec) -> TrialSpec:
-    """Return the trial without torch.compile, which needs real tensors; compiled blocks keep no more than eager
-    ones."""
-    kernels = dataclasses.replace(spec.candidate.kernels, compile="off", memory_format="nchw")
-    return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
 
 class SimulatedRank:
@@ -409,11 +423,11 @@ class SimulatedRank:
         )
 
     def _prepare(self) -> None:
-        tracker, trainer = self.tracker, self.trainer
+        tracker, trainer, candidate = self.tracker, self.trainer, self.spec.candidate
         for part in trainer.parts:
             tracker.assign(part.model.parameters(), "param")
             tracker.assign(part.model.buffers(), "param")
-            track_layers(part, self.spec.candidate.recompute, tracker)
+            track_layers(part, candidate.recompute, candidate.kernels, tracker)
         tracker.reclassify(("activation", "temporary"), "optimizer")
         if self._is_pipeline:
             assert isinstance(trainer.engine, Pipeline)
@@ -483,7 +497,7 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
     return images, torch.zeros(rows, dtype=torch.long)
 
 
-def track_layers(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:
+def track_layers(part: ModelPart, recompute: Recompute, kernels: Kernels, tracker: MemoryTracker) -> None:
     """Report to the tracker which layer the forward or backward pass has reached, and when gradients appear."""
     chunk = part.chunk.chunk
 
@@ -500,7 +514,7 @@ def track_layers(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) 
         _track_layer(layer, f"{chunk}.{name}", tracker)
     part.model.register_forward_pre_hook(begin)
     part.model.register_forward_hook(end)
-    _claim_gradients(part.model, tracker)
+    _claim_gradients(part.model, [*compiled_units(part.model, kernels)], tracker)
 
 
 def _layer_names(part: ModelPart, recompute: Recompute) -> list[str]:
@@ -516,8 +530,14 @@ def _track_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
         if not in_backward():
             _track_backward(output, name, tracker)
 
-    layer.register_forward_pre_hook(enter)
-    layer.register_forward_hook(leave)
+    layer.register_forward_pre_hook(_outside_graphs(enter))
+    layer.register_forward_hook(_outside_graphs(leave))
+
+
+def _outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the hook as one that no graph contains."""
+    outside: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def _track_backward(output: Any, place: str, tracker: MemoryTracker) -> None:
@@ -531,19 +551,22 @@ def _track_backward(output: Any, place: str, tracker: MemoryTracker) -> None:
             leaf.grad_fn.register_prehook(arrive)
 
 
-def _claim_gradients(model: nn.Module, tracker: MemoryTracker) -> None:
+def _claim_gradients(model: nn.Module, compiled: Sequence[nn.Module], tracker: MemoryTracker) -> None:
     """Count gradients as such from when they appear, including those of parameters that FSDP gathered for this pass."""
     hooked: Any = WeakIdKeyDictionary()
 
     def claim(parameter: Tensor) -> None:
         tracker.assign([parameter.grad], "grad")
 
-    def find(module: nn.Module, _args: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+    def find(module: nn.Module, _args: Any, *, recurse: bool) -> None:
+        for parameter in module.parameters(recurse):
             if parameter not in hooked:
                 hooked[parameter] = True
                 parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
 
+    inside = {inner for unit in compiled for inner in unit.modules()}
+    for unit in compiled:
+        unit.register_forward_pre_hook(_outside_graphs(functools.partial(find, recurse=True)))
     for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(find)
+        if module not in inside and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(functools.partial(find, recurse=False))

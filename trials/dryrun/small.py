@@ -114,6 +114,7 @@ def lengthened(runs: Sequence[RankRun], lengths: Sequence[Sequence[int]], wanted
         flops=fit_all(lambda run: run.flops),
         collectives=_traffic(lambda run: run.collectives, fit_all),
         passes=tuple(_pass(i, one, fit, fit_all) for i, one in enumerate(base.passes)),
+        is_upper_bound=any(run.is_upper_bound for run in runs),
         cpu_s=sum(run.cpu_s for run in runs),
     )
 
