@@ -63,7 +63,7 @@ def test_plain_aliases_work(tmp_path):
 def test_a_file_that_cannot_be_opened(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot read") as caught:
         load_sweep(tmp_path / name)
-    assert caught.value.file == str(tmp_path / name)
+    assert str(tmp_path / name) in caught.value.message
 
 
 def test_an_error_in_the_model_file_names_that_file(tmp_path):
@@ -189,7 +189,7 @@ def test_more_class_folders_than_classes_are_refused_at_once(tmp_path):
     )
     assert (error.key, error.message) == (
         "workload.model.num_classes",
-        f"2 classes, but {tmp_path / 'images'} has 3 class folders",
+        f"the model has 2 classes, but {str(tmp_path / 'images')!r} has 3 class directories",
     )
     assert error.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("    num_classes: 2") + 1
     assert "num_classes: 3" in error.remedy
@@ -201,5 +201,5 @@ def test_data_and_programs_of_another_host_are_not_looked_for_on_this_one(tmp_pa
     content = changed(changed(content, ("gate", "command"), ["their-program"]), ("cluster",), {"kind": "ray"})
     file = write(tmp_path, content)
     assert load_sweep(file, address="10.0.0.1:6379").workload.data.path == "/data/elsewhere"
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         load_sweep(file)
