@@ -1,6 +1,7 @@
 """Whatever is wrong with a file's keys and values: one clear error with file, line and key."""
 
 import copy
+import re
 
 import pytest
 
