@@ -145,7 +145,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
     for arguments, words in (
         (("retry", "first", "--failed=lost"), "Choose from: crashed"),
         (("retry", "first", "--failed"), "the sweep 'first' has no trial that ended as crashed or gang_lost"),
-        (("resume", "first"), "is over (finished"),
+        (("resume", "first"), "has ended (finished"),
         (("resume", "none"), "no sweep 'none'"),
     ):
         refused = run(*arguments, "--home", home)
