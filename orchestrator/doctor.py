@@ -292,7 +292,7 @@ def _query() -> Mapping[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise TroubleError(
-            "importing torch takes over a minute", "Is the driver hanging, or the disk slow?", "fail"
+            "importing torch takes over a minute", "Check whether the driver hangs or the disk is slow.", "fail"
         ) from None
     if completed.returncode != 0:
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {completed.returncode}"]

@@ -69,7 +69,7 @@ def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, actio
     assert all(trial.num_lost == 0 for trial in ended.state.trials)
     with pytest.raises(ConfigError, match="already finished"):
         steering.request_action(NAME, found, "pause")
-    with pytest.raises(ConfigError, match=r"is over \(finished"):
+    with pytest.raises(ConfigError, match=r"has ended \(finished"):
         resume(NAME, found)
 
 
