@@ -15,9 +15,10 @@ from orchestrator.proof.confirmation import Judgement, critical_value, judge, or
 from orchestrator.statistics import Estimate, Interval, verdict
 
 NUM_TRIALS = 50
-NUM_FINALISTS = 3
 MIN_ROUNDS = 3
-MAX_ROUNDS = 8
+MAX_ROUNDS = 16
+NUM_FIXED = 8
+"""Rounds of the methods that do not plan theirs."""
 BASELINE = 0
 ROUND_NOISE = 0.05
 """What the runs of a round have in common."""
@@ -37,10 +38,15 @@ class World:
     """Spread of the logarithm of the noise over trials."""
     baseline_noise: float = 1.0
     """Noise of the baseline, relative to that of the others."""
+    tails: float | None = None
+    """Degrees of freedom of Student's t, of which the noise is drawn; None: normal."""
+    num_finalists: int = 3
     slow_runs: float = 0.0
     """Share of runs that are 15% slower, say beside a busy neighbour."""
     drift: float = 0.0
     """How much faster a run is than the one before it in its round."""
+    drift_spread: float = 0.0
+    """Spread of the drift over rounds."""
     balanced: bool = True
     """Whether rounds take turns in their order; otherwise the baseline is always first."""
 
@@ -56,12 +62,14 @@ class Case:
     finalists: tuple[int, ...]
     speeds: NDArray[np.float64]
     """Log speed by round and trial, without drift."""
+    drifts: NDArray[np.float64]
+    """How much faster a run is than the one before it, by round."""
     world: World
 
     def round(self, number: int, trials: Sequence[int]) -> Mapping[int, float]:
         """Speeds of one round; which run of the round it is matters where there is drift."""
         measured = order(trials, number if self.world.balanced else 0)
-        drift = self.world.drift
+        drift = self.drifts[number]
         return {who: float(self.speeds[number, who] * math.exp(drift * n)) for n, who in enumerate(measured)}
 
     @property
@@ -97,15 +105,18 @@ def draw(world: World, seed: int) -> Case:
     noise[BASELINE] *= world.baseline_noise
 
     def runs(count: int) -> NDArray[np.float64]:
-        logs = noise * rng.standard_normal((count, NUM_TRIALS))
+        shape = (count, NUM_TRIALS)
+        logs = noise * (rng.standard_normal(shape) if world.tails is None else rng.standard_t(world.tails, shape))
         logs += math.log(0.85) * (rng.random(logs.shape) < world.slow_runs)
         return np.asarray(truth * np.exp(logs))
 
     searched = runs(1)[0]
     best_first = np.argsort(-searched[1:]) + 1
     common = np.exp(ROUND_NOISE * rng.standard_normal((MAX_ROUNDS, 1)))
-    finalists = tuple(int(number) for number in best_first[:NUM_FINALISTS])
-    return Case(truth, searched, finalists, 1e3 * common * runs(MAX_ROUNDS), world)
+    finalists = tuple(int(number) for number in best_first[: world.num_finalists])
+    speeds = 1e3 * common * runs(MAX_ROUNDS)
+    drifts = world.drift + world.drift_spread * rng.standard_normal(MAX_ROUNDS)
+    return Case(truth, searched, finalists, speeds, drifts, world)
 
 
 def best_trial(case: Case) -> Claim:
@@ -118,7 +129,7 @@ def best_trial(case: Case) -> Claim:
 
 def naive(case: Case) -> Claim:
     """An ordinary paired t test after every round, until one of the finalists is found faster."""
-    for num_rounds in range(MIN_ROUNDS, MAX_ROUNDS + 1):
+    for num_rounds in range(MIN_ROUNDS, NUM_FIXED + 1):
         claim = _paired(case, num_rounds, level=0.05)
         if claim.winner is not None:
             break
@@ -126,8 +137,8 @@ def naive(case: Case) -> Claim:
 
 
 def fixed(case: Case) -> Claim:
-    """All rounds, then one paired t test per finalist with Bonferroni's correction."""
-    return _paired(case, MAX_ROUNDS, level=0.05 / NUM_FINALISTS)
+    """Eight rounds, then one paired t test per finalist with Bonferroni's correction."""
+    return _paired(case, NUM_FIXED, level=0.05 / case.world.num_finalists)
 
 
 def ours(case: Case) -> Claim:
@@ -162,7 +173,7 @@ def _paired(case: Case, num_rounds: int, *, level: float) -> Claim:
         winner=winner,
         ratio=ratios[winner] if winner is not None else None,
         num_rounds=num_rounds,
-        num_runs=num_rounds * (NUM_FINALISTS + 1),
+        num_runs=num_rounds * (case.world.num_finalists + 1),
     )
 
 
@@ -180,3 +191,24 @@ METHODS: Mapping[str, Callable[[Case], Claim]] = {
     "patient": patient,
     "ours": ours,
 }
+
+
+def judged(world: World, seeds: range) -> dict[str, list[dict[str, float]]]:
+    """Figures of one world, one row per case, by method."""
+    cases = [draw(world, seed) for seed in seeds]
+    found = {name: [row(case, method(case)) for case in cases] for name, method in METHODS.items()}
+    return found | {"finals": [{"share": float(case.is_faster_among_finalists)} for case in cases]}
+
+
+def row(case: Case, claim: Claim) -> dict[str, float]:
+    """NaN where a figure says nothing about this case."""
+    found = {"false": 0.0, "found": 0.0, "missed": np.nan, "claimed": np.nan, "split": np.nan}
+    if claim.slower is not None:
+        found["split"] = float(any(case.truth[number] >= case.truth[claim.winner] for number in claim.slower))
+    if claim.winner is not None and claim.ratio is not None:
+        truth = case.truth[claim.winner]
+        found["false"], found["claimed"] = float(truth <= 1.0), claim.ratio.value / truth
+        found["found"] = float(truth > 1.0)
+        if truth > 1 and claim.ratio.ci95:
+            found["missed"] = float(not claim.ratio.ci95.low <= truth <= claim.ratio.ci95.high)
+    return found | {"rounds": claim.num_rounds, "runs": claim.num_runs}

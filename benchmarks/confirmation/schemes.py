@@ -1,11 +1,11 @@
-"""Which estimate of the noise and which boundary: one baseline, three finalists, looks after 3 to 8 rounds.
+"""Which estimate of the noise and which boundary: one baseline, three finalists, looks after 3 to 16 rounds.
 
 noise     pooled: over all trials; own: of the pair; larger: the larger of the two (what the product uses)
 boundary  Bonferroni over looks and finalists, or one calibrated to err in exactly 5% where all trials are equally
-          noisy: Pocock's, Wang and Tsiatis' with shape 1/4 (what the product uses), O'Brien and Fleming's
+          noisy: Pocock's, Wang and Tsiatis' with shapes 0.4 (what the product uses) and 0.25, O'Brien and Fleming's
 error     share of confirmations without any difference in which any interval at any look leaves out 1: with equal
           noise, with a finalist four times as noisy as others, and with a baseline three times as noisy
-power, rounds  for one finalist 5 or 20% faster: share in which it is shown, and rounds until then (8 where never)
+power, rounds  for one finalist 5 or 20% faster: share in which it is shown, and rounds until then (16 where never)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from scipy.special import ndtr, stdtrit
 Array = NDArray[np.float64]
 
 K = 3
-LOOKS = np.arange(3, 9)
-BOUNDARIES = {"bonferroni": None, "pocock": 0.5, "wang_tsiatis": 0.25, "obrien_fleming": 0.0}
+LOOKS = np.arange(3, 17)
+BOUNDARIES = {"bonferroni": None, "pocock": 0.5, "wang_0.4": 0.4, "wang_0.25": 0.25, "obrien": 0.0}
 POWERS = ((0.05, 0.01), (0.05, 0.02), (0.05, 0.05), (0.2, 0.02), (0.2, 0.05), (0.2, 0.1))
 """Gain and noise."""
 

@@ -280,7 +280,7 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     type=click.FloatRange(0, 1, max_open=True),
     default=0.05,
     show_default=True,
-    help="Slowdown to tolerate, as a fraction of the speed at promotion.",
+    help="Slowdown to tolerate, as a fraction.",
 )
 @click.option(
     "--ignore",

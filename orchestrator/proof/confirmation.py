@@ -2,9 +2,11 @@
 
 In a round, the baseline and every finalist are measured once, each in its own gang, one after another on the same
 devices. Differences between runs (placement, clocks, neighbours) are far larger than differences between the steps of a
-run, so a run counts as one number, its speed. Logarithms of speeds follow ``trial + round + noise``; the effect of a
-round cancels. The noise is estimated from all trials together (a randomised block design), because a few rounds of two
-trials show little about it. A pair with more noise than that uses its own.
+run, so a run counts as one number, its speed. Logarithms of speeds follow ``trial + round + drift * position + noise``.
+The effect of a round cancels, and so does a steady drift from run to run within rounds: rounds are measured in pairs
+of opposite orders, and what is left of it is subtracted. Noise and drift are estimated from all trials together (a
+randomised block design with a covariate), because a few rounds of two trials show little about them. A pair with more
+noise than that uses its own.
 
 With a decision after every round, for several finalists at a time, ordinary 95% intervals would be wrong in far more
 than 5% of confirmations. These intervals hold at all looks and for all finalists together in 95%: repeated confidence
@@ -57,9 +59,12 @@ one trial with the same earlier ones at all looks."""
 ERROR_RATE = 0.05
 """Error of a family: probability that any interval at any look misses the true value."""
 
-SHAPE = 0.25
-"""Shape of the boundary. In benchmarks/confirmation, nearly as early as Pocock's for large differences, and better for
-small ones."""
+SHAPES: Mapping[Family, float] = {"baseline": 0.4, "finalists": 0.4, "earlier": 0.25}
+"""Shape of the boundary by family. In benchmarks/confirmation, nearly as early as Pocock's for large differences, and
+better for small ones."""
+
+LEAST_HOPE = 0.1
+"""Probability of being shown different by the remaining rounds below which a finalist is given up."""
 
 _NUM_SIMULATED = (4_000, 40_000)
 """Least and most simulated confirmations: 5% is then accurate to 0.3 or 0.1 points."""
@@ -88,7 +93,7 @@ def critical_value(degrees: int, level: float) -> float:
 
 
 @lru_cache(maxsize=128)
-def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
+def nominal_levels(design: Design) -> tuple[float, ...]:
     """Return the level of a single comparison at each look, from the first to the last."""
     from scipy.special import ndtr, stdtrit
 
@@ -98,8 +103,9 @@ def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
     if design.family == "earlier":
         largest, degrees = _simulated_against_earlier(design), looks + design.num_then - 2
     else:
-        largest, degrees = _simulated(design), design.num_finalists * (looks - 1)
-    scale = (looks / design.last_look) ** (shape - 0.5)
+        degrees = design.num_finalists * (looks - 1)
+        largest, degrees = _simulated(design), degrees - (degrees > _LEAST_DEGREES)
+    scale = (looks / design.last_look) ** (SHAPES[design.family] - 0.5)
     low, high = 1.0, 10.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -111,8 +117,8 @@ def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
 def _simulated(design: Design) -> NDArray[np.float64]:
     """Simulate the largest statistic of the family without differences, shape (confirmations, looks).
 
-    The statistic is that of :mod:`orchestrator.proof.confirmation`: the difference over the larger of the common and
-    the pair's own noise.
+    The statistic is that of :class:`_Comparing`: the difference without drift, over the larger of the common and the
+    pair's own noise. Rounds are complete and in the order of :func:`order`.
     """
     num_trials = design.num_finalists + 1
     if design.family == "baseline":
@@ -121,25 +127,40 @@ def _simulated(design: Design) -> NDArray[np.float64]:
         one, other = np.triu_indices(design.num_finalists, k=1)
     num = int(np.clip(_NUM_NUMBERS // (design.last_look * (len(one) + num_trials)), *_NUM_SIMULATED))
     rng = np.random.default_rng(20260101)
-    logs = np.zeros((num, num_trials))
-    total, difference, difference_squared = np.zeros_like(logs), np.zeros((num, len(one))), np.zeros((num, len(one)))
-    squares = np.zeros(num)
+    shape = (num, num_trials)
+    total, times_place, squares = np.zeros(shape), np.zeros(shape), np.zeros(num)
+    apart_squares, apart_times_place = np.zeros((num, len(one))), np.zeros((num, len(one)))
+    places = np.array([np.argsort(order(range(num_trials), number)) for number in range(design.last_look)], dtype=float)
+    places -= (num_trials - 1) / 2
     looks = []
     for num_rounds in range(1, design.last_look + 1):
-        logs = rng.standard_normal(logs.shape)
+        place = places[num_rounds - 1]
+        logs = rng.standard_normal(shape)
         logs -= logs.mean(axis=1, keepdims=True)
         total += logs
+        times_place += logs * place
         squares += (logs**2).sum(axis=1)
         apart = logs[:, one] - logs[:, other]
-        difference += apart
-        difference_squared += apart**2
+        apart_squares += apart**2
+        apart_times_place += apart * (place[one] - place[other])
         if num_rounds < design.first_look:
             continue
-        left = num_rounds - 1
-        common = (squares - (total**2).sum(axis=1) / num_rounds) / (left * design.num_finalists)
-        own = (difference_squared - difference**2 / num_rounds) / left
-        noise = np.maximum(own, 2 * common[:, None])
-        looks.append((np.abs(difference / num_rounds) / np.sqrt(noise / num_rounds)).max(axis=1))
+        mean, mean_place = total / num_rounds, places[:num_rounds].mean(axis=0)
+        spread = float(((places[:num_rounds] - mean_place) ** 2).sum())
+        residual = squares - num_rounds * (mean**2).sum(axis=1)
+        degrees, drift = (num_rounds - 1) * design.num_finalists, np.zeros(num)
+        if has_drift := degrees > _LEAST_DEGREES and spread > 0:
+            drift = (times_place.sum(axis=1) - num_rounds * (mean * mean_place).sum(axis=1)) / spread
+            residual, degrees = residual - drift**2 * spread, degrees - 1
+        offset = mean_place[one] - mean_place[other]
+        apart_places = places[:num_rounds, one] - places[:num_rounds, other]
+        slope = drift[:, None]
+        difference = mean[:, one] - mean[:, other] - slope * offset
+        own = apart_squares - 2 * slope * apart_times_place + slope**2 * (apart_places**2).sum(axis=0)
+        own = (own - num_rounds * difference**2) / (num_rounds - 1)
+        noise = np.maximum(own, 2 * (residual / degrees)[:, None])
+        error = noise * (1 / num_rounds + (offset**2 / (2 * spread) if has_drift else 0.0))
+        looks.append((np.abs(difference) / np.sqrt(error)).max(axis=1))
     return np.stack(looks, axis=1)
 
 
@@ -161,7 +182,7 @@ def _simulated_against_earlier(design: Design) -> NDArray[np.float64]:
 
 
 Round = Mapping[int, float]
-"""Speed of each trial, by number, all in the same unit."""
+"""Speed of each trial, by number, all in the same unit and in the order of measurement."""
 
 _MIN_EFFECT = math.log1p(MIN_DIFFERENCE)
 
@@ -198,8 +219,8 @@ class Judgement:
 
 def pair_noise(rounds: Sequence[Round]) -> tuple[float, int]:
     """Return the standard deviation of the log ratio of two runs of a round, and its degrees of freedom."""
-    deviation, degrees = _noise(tuple(tuple(sorted(speeds.items())) for speeds in rounds))
-    return math.sqrt(2) * deviation, degrees
+    noise = _noise(tuple(tuple(speeds.items()) for speeds in rounds))
+    return math.sqrt(2) * noise.deviation, noise.degrees
 
 
 def order(trials: Sequence[int], round_number: int) -> tuple[int, ...]:
@@ -262,9 +283,14 @@ class _Effect:
     half_width: float
     """Half-width of the interval of the mean; infinite if there is none."""
     num_rounds: int
-    num_rounds_left: int
+    share_left: float
+    """Share of all rounds with both trials that is still to come."""
     half_width_at_end: float
     """Predicted half-width after the last round."""
+    error: float
+    """Standard error of the mean, without rounding."""
+    degrees: int
+    """Degrees of freedom of ``error``."""
 
     @property
     def verdict(self) -> SpeedVerdict:
@@ -296,15 +322,17 @@ class _Effect:
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 
     def may_be_shown(self, what: SpeedVerdict) -> bool:
-        """Whether ``what`` would be shown if all remaining rounds were at the interval's end on its side.
+        """Whether the remaining rounds show ``what`` with a probability of at least :data:`LEAST_HOPE`.
 
-        Intervals hold whenever rounds end, so giving up early does not weaken them.
+        That is predicted from the rounds so far: the mean of the remaining ones is as uncertain as both together
+        (Spiegelhalter, Freedman and Blackburn 1986). Intervals hold whenever rounds end, so giving up early does not
+        weaken them.
         """
         if self.half_width == math.inf or self.verdict == what:
             return True
         mean = self.mean if what == "faster" else -self.mean
-        share_left = self.num_rounds_left / (self.num_rounds + self.num_rounds_left)
-        return mean + self.half_width * share_left > max(self.half_width_at_end, _MIN_EFFECT)
+        most = critical_value(self.degrees, 2 * LEAST_HOPE) * self.error * math.sqrt(self.share_left)
+        return mean + most > max(self.half_width_at_end, _MIN_EFFECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,46 +358,79 @@ class _Comparing:
         shared = [index for index, speeds in enumerate(self.rounds) if one in speeds and other in speeds]
         if not shared:
             return None
-        logs = [math.log(self.rounds[index][one] / self.rounds[index][other]) for index in shared]
-        mean = math.fsum(logs) / len(logs)
+        rounds = [self.rounds[index] for index in shared]
+        logs = np.array([math.log(speeds[one] / speeds[other]) for speeds in rounds])
+        places = [list(speeds) for speeds in rounds]
+        apart = np.array([place.index(one) - place.index(other) for place in places], dtype=float)
         num_rounds, num_left = len(shared), max(0, self.max_rounds - len(self.rounds))
-        half_width = at_end = math.inf
-        if num_rounds >= design.first_look:
-            common, degrees = _noise(tuple(tuple(sorted(r.items())) for r in self.rounds[: shared[-1] + 1]))
-            own = math.sqrt(math.fsum((log - mean) ** 2 for log in logs) / (num_rounds - 1))
-            noise = max(own, math.sqrt(2) * common)
-            levels = nominal_levels(design)
-            more_degrees = num_left * (len(self.rounds[-1]) - 1)
-            half_width = _half_width(noise, num_rounds, degrees, levels[num_rounds - design.first_look])
-            at_end = _half_width(noise, num_rounds + num_left, degrees + more_degrees, levels[-1])
         rounded = self.rounded_away.get(one, 0.0) + self.rounded_away.get(other, 0.0)
-        return _Effect(
-            mean=mean,
-            half_width=half_width + rounded,
+        effect = _Effect(
+            mean=float(logs.mean()),
+            half_width=math.inf,
             num_rounds=num_rounds,
-            num_rounds_left=num_left,
+            share_left=num_left / (num_rounds + num_left),
+            half_width_at_end=math.inf,
+            error=math.inf,
+            degrees=0,
+        )
+        if num_rounds < design.first_look:
+            return effect
+        common = _noise(tuple(tuple(speeds.items()) for speeds in self.rounds[: shared[-1] + 1]))
+        logs -= common.drift * apart
+        noise = max(float(logs.std(ddof=1)), math.sqrt(2) * common.deviation)
+        error = noise * math.sqrt(1 / num_rounds + float(apart.mean()) ** 2 * common.drift_variance / 2)
+        levels = nominal_levels(design)
+        degrees_at_end = common.degrees + num_left * (len(self.rounds[-1]) - 1)
+        at_end = critical_value(degrees_at_end, levels[-1]) * noise / math.sqrt(num_rounds + num_left)
+        return replace(
+            effect,
+            mean=float(logs.mean()),
+            half_width=critical_value(common.degrees, levels[num_rounds - design.first_look]) * error + rounded,
             half_width_at_end=at_end + rounded,
+            error=error,
+            degrees=common.degrees,
         )
 
 
-def _half_width(noise: float, num_rounds: int, degrees: int, level: float) -> float:
-    return critical_value(degrees, level) * noise / math.sqrt(num_rounds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noise:
+    """What blurs the log speeds of rounds."""
+
+    deviation: float
+    """Standard deviation of a run."""
+    degrees: int
+    drift: float
+    """Change from one run of a round to the next."""
+    drift_variance: float
+    """Variance of the estimate of ``drift``, for runs with a variance of 1."""
+
+
+_LEAST_DEGREES = 3
+"""Degrees of freedom that must be left for the noise before the drift is estimated."""
 
 
 @lru_cache(maxsize=1024)
-def _noise(rounds: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[float, int]:
-    """Return the standard deviation of a run's log speed, and its degrees of freedom: least squares of trial +
-    round."""
+def _noise(rounds: tuple[tuple[tuple[int, float], ...], ...]) -> _Noise:
+    """Estimate noise and drift by least squares of trial + round + drift * position."""
     trials = sorted({trial for speeds in rounds for trial, _ in speeds})
-    runs = [(index, trials.index(c), math.log(speed)) for index, speeds in enumerate(rounds) for c, speed in speeds]
+    runs = [
+        (index, trials.index(trial), place, math.log(speed))
+        for index, speeds in enumerate(rounds)
+        for place, (trial, speed) in enumerate(speeds)
+    ]
     design = np.zeros((len(runs), len(rounds) + len(trials)))
-    for row, (index, trial, _) in enumerate(runs):
+    for row, (index, trial, _, _) in enumerate(runs):
         design[row, index] = design[row, len(rounds) + trial] = 1.0
-    logs = np.array([log for _, _, log in runs])
-    solution, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
-    residuals = logs - design @ solution
-    degrees = len(runs) - int(rank)
-    return math.sqrt(float(residuals @ residuals) / degrees), degrees
+    both = np.array([(log, float(place)) for _, _, place, log in runs])
+    solution, _, rank, _ = np.linalg.lstsq(design, both, rcond=None)
+    logs, places = (both - design @ solution).T
+    degrees, drift, spread = len(runs) - int(rank), 0.0, float(places @ places)
+    has_drift = degrees > _LEAST_DEGREES and spread > 1e-9
+    if has_drift:
+        drift, degrees = float(logs @ places) / spread, degrees - 1
+        logs = logs - drift * places
+    deviation = math.sqrt(float(logs @ logs) / degrees)
+    return _Noise(deviation=deviation, degrees=degrees, drift=drift, drift_variance=1 / spread if has_drift else 0.0)
 
 
 # The soak: one longer run each of the winner and of the baseline, whose last thirds are compared.

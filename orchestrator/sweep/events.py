@@ -151,7 +151,7 @@ class ConfirmSettings:
 
     num_finalists: int = 3
     min_rounds: int = 3
-    max_rounds: int = 8
+    max_rounds: int = 16
     budget_share: float = 0.2
     """Share of device-hours and wall time, 0 to 1, that the search reserves for the proof."""
     always: bool = False
