@@ -117,11 +117,8 @@ def resolve(value: str | None, info: ValidationInfo) -> str | None:
     if value is None:
         return None
     if not value or "\0" in value:
-        raise fault(
-            None,
-            "the path is empty or contains a NUL character",
-            "Set the path of a file or directory, or remove the key.",
-        )
+        message = "the path is empty or contains a NUL character"
+        raise fault(None, message, "Set the path of a file or directory, or remove the key.")
     folder = Path((info.context or {}).get("folder", "."))
     return os.path.normpath(folder.absolute() / value)
 
@@ -335,11 +332,8 @@ class SimulationSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> SimulationSection:
         if (total := sum(self.faults.values())) > 1:
-            raise fault(
-                "faults",
-                f"the probabilities add up to {total:g}, more than 1",
-                "Lower them: at most one fault is simulated per attempt.",
-            )
+            message = f"the probabilities add up to {total:g}, more than 1"
+            raise fault("faults", message, "Lower them: at most one fault is simulated per attempt.")
         return self
 
 
@@ -418,21 +412,15 @@ class ClusterSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSection:
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
-            raise fault(
-                "min_nodes",
-                f"min_nodes ({self.min_nodes}) is greater than num_nodes ({self.num_nodes})",
-                "Lower min_nodes.",
-            )
+            message = f"min_nodes ({self.min_nodes}) is greater than num_nodes ({self.num_nodes})"
+            raise fault("min_nodes", message, "Lower min_nodes.")
         if self.kind != "ray" and self.address is not None:
             raise fault(
                 "address", f"an address is not allowed with kind: {self.kind}", "Remove the address, or set kind: ray."
             )
         if (self.simulation is not None) != (self.kind == "simulated"):
-            raise fault(
-                "simulation",
-                "kind: simulated and the section 'simulation' require each other",
-                "Set both, or neither.",
-            )
+            message = "kind: simulated and the section 'simulation' require each other"
+            raise fault("simulation", message, "Set both, or neither.")
         self._check_nodes()
         self._check_env()
         return self
@@ -601,11 +589,8 @@ class PromotedSection(Section):
     @model_validator(mode="after")
     def _paired(self) -> PromotedSection:
         if self.baseline and len(self.baseline) != len(self.own):
-            raise fault(
-                "baseline",
-                f"'baseline' has {len(self.baseline)} speeds, but 'own' has {len(self.own)}",
-                "List one speed per round in each.",
-            )
+            message = f"'baseline' has {len(self.baseline)} speeds, but 'own' has {len(self.own)}"
+            raise fault("baseline", message, "List one speed per round in each.")
         return self
 
     def to_settings(self) -> PromotedRounds:
@@ -650,11 +635,8 @@ class ConfirmSection(Switchable):
     @model_validator(mode="after")
     def _ordered(self) -> ConfirmSection:
         if self.max_rounds < self.min_rounds:
-            raise fault(
-                "max_rounds",
-                f"max_rounds ({self.max_rounds}) is less than min_rounds ({self.min_rounds})",
-                "Raise max_rounds.",
-            )
+            message = f"max_rounds ({self.max_rounds}) is less than min_rounds ({self.min_rounds})"
+            raise fault("max_rounds", message, "Raise max_rounds.")
         return self
 
     def to_settings(self) -> ConfirmSettings:

@@ -324,48 +324,32 @@ class LlamaSection(Section):
                 "num_heads", f"hidden_size ({hidden}) is not a multiple of num_heads ({heads})", "Change one of them."
             )
         elif hidden // heads % 2:
-            raise fault(
-                "num_heads",
-                f"the size of a head is odd (hidden_size {hidden} / num_heads {heads})",
-                "Rotary embeddings require an even size.",
-            )
+            message = f"the size of a head is odd (hidden_size {hidden} / num_heads {heads})"
+            raise fault("num_heads", message, "Rotary embeddings require an even size.")
         if heads % self.num_kv_heads:
-            raise fault(
-                "num_kv_heads",
-                f"num_heads ({heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})",
-                "Change one of them.",
-            )
+            message = f"num_heads ({heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})"
+            raise fault("num_kv_heads", message, "Change one of them.")
         if self.experts is not None:
             self._check_experts(self.experts)
         return self
 
     def _check_latent(self, latent: LatentSection) -> None:
         if self.num_kv_heads != self.num_heads:
-            raise fault(
-                "num_kv_heads", f"{self.num_kv_heads} with latent attention", f"Set it to num_heads {self.num_heads}."
-            )
+            message = f"latent attention requires num_kv_heads ({self.num_kv_heads}) to equal num_heads"
+            raise fault("num_kv_heads", message, f"Set num_kv_heads to {self.num_heads}.")
         if latent.qk_rope_head_dim % 2:
-            raise fault(
-                "latent.qk_rope_head_dim",
-                f"{latent.qk_rope_head_dim} is odd",
-                "Rotary embeddings require an even size.",
-            )
+            message = f"{latent.qk_rope_head_dim} is odd"
+            raise fault("latent.qk_rope_head_dim", message, "Rotary embeddings require an even size.")
         if latent.v_head_dim > (size := latent.qk_nope_head_dim + latent.qk_rope_head_dim):
             raise fault("latent.v_head_dim", f"{latent.v_head_dim} exceeds the {size} of a key", "Change one of them.")
 
     def _check_experts(self, experts: ExpertsSection) -> None:
         if experts.top_k > experts.num_experts:
-            raise fault(
-                "experts.top_k",
-                f"top_k ({experts.top_k}) is greater than num_experts ({experts.num_experts})",
-                "Change one of them.",
-            )
+            message = f"top_k ({experts.top_k}) is greater than num_experts ({experts.num_experts})"
+            raise fault("experts.top_k", message, "Change one of them.")
         if experts.num_dense_layers >= self.num_layers:
-            raise fault(
-                "experts.num_dense_layers",
-                f"no layer is left for experts: the model has {self.num_layers} layers",
-                "Use a smaller number, or remove experts.",
-            )
+            message = f"no layer is left for experts: the model has {self.num_layers} layers"
+            raise fault("experts.num_dense_layers", message, "Use a smaller number, or remove experts.")
 
     def to_model(self) -> LlamaModel:
         experts = None if self.experts is None else self.experts.to_experts()
@@ -675,11 +659,8 @@ class WorkloadSection(Section):
 
     def _count(self, model: HuggingFaceSection) -> None:
         if model.vocab_size < 256 and isinstance(self.data, TextSection):
-            raise fault(
-                "model.config",
-                f"vocab_size is {model.vocab_size}, but text data needs 256 (one id per byte)",
-                "Use data.kind: token_file.",
-            )
+            message = f"vocab_size is {model.vocab_size}, but text data needs 256 (one id per byte)"
+            raise fault("model.config", message, "Use data.kind: token_file.")
         try:
             model.count(self.data.to_data(), self.tokens_per_sample)
         except PydanticCustomError as error:
@@ -730,11 +711,8 @@ def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
     except OSError as error:
         raise fault("data.path", f"cannot read {str(path)!r}: {reason_of(error)}", remedy) from None
     where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
-    raise fault(
-        "data.path",
-        f"expected at least {num_bytes} bytes (one sequence and its target) in {where}, found {found}",
-        remedy,
-    )
+    message = f"expected at least {num_bytes} bytes (one sequence and its target) in {where}, found {found}"
+    raise fault("data.path", message, remedy)
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:
@@ -870,11 +848,8 @@ class PythonSection(Section):
             return self
         if not is_there(Path(self.cwd)):
             if not context.get("is_remote", False):
-                raise fault(
-                    "cwd",
-                    f"directory {str(self.cwd)!r} does not exist",
-                    "Check the path; it is relative to the sweep file.",
-                )
+                message = f"directory {str(self.cwd)!r} does not exist"
+                raise fault("cwd", message, "Check the path; it is relative to the sweep file.")
             message = "the code is not on this host, so the number of layers is unknown"
             raise fault("counted", message, "Set counted: {num_layers: N}.")
         self.__dict__["counted"] = count_module(self.to_model(), self.to_data(), self.tokens_per_sample)
