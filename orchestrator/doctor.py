@@ -173,12 +173,12 @@ def home_disk(home: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        remedy = "Make it writable, or choose another folder with --home."
+        remedy = "Make it writable, or choose another directory with --home."
         raise TroubleError(f"{folder} is not writable: {error.strerror}", remedy, "fail") from None
     free = shutil.disk_usage(folder).free
     words = f"{units.num_bytes(free)} free in {home}"
     if free < LOW_DISK_BYTES:
-        remedy = "Free some space, or choose a folder on another disk with --home."
+        remedy = "Free some space, or choose a directory on another disk with --home."
         raise TroubleError(words, remedy, "fail" if free < MIN_DISK_BYTES else "warn")
     return words
 
@@ -292,7 +292,7 @@ def _query() -> Mapping[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise TroubleError(
-            "importing torch takes over a minute", "Is the driver hanging, or the disk slow?", "fail"
+            "importing torch takes over a minute", "Check whether the driver hangs or the disk is slow.", "fail"
         ) from None
     if completed.returncode != 0:
         lines = completed.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {completed.returncode}"]

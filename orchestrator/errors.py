@@ -65,9 +65,17 @@ class ConfigError(ValueError):
     def _own_line(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line) if part is not None)
         text = ": ".join(part for part in (place, self.key, self.message) if part)
-        if not self.remedy or self.remedy.startswith("\n"):  # a list precedes it
-            return f"{text}{self.remedy or ''}"
+        if not self.remedy:
+            return text if text.endswith((".", ":", "?")) else f"{text}."
+        if self.remedy.startswith("\n"):  # a list precedes it
+            return f"{text}{self.remedy}"
         return f"{text}. {self.remedy}"
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of a system error, as the end of a sentence."""
+    reason = str(getattr(error, "strerror", None) or error)
+    return f"{reason[:1].lower()}{reason[1:]}"
 
 
 class ServiceError(ConfigError):

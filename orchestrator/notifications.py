@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from orchestrator.config.settings import NotifySection
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.process_support import environment, pause_s
 from orchestrator.report.result_schema import SCHEMA_VERSION
 from orchestrator.report.summary import summarize
@@ -295,7 +295,7 @@ def webhook_url(section: NotifySection) -> str:
         is_url = False
     if not is_url or " " in url:
         problem = "is not set" if not url else "contains no URL"
-        raise ConfigError(f"{where} {problem}", key="notify", remedy="It must contain the webhook's http(s) URL.")
+        raise ConfigError(f"{where} {problem}", key="notify", remedy="Set the http(s) URL of the webhook.")
     return url
 
 
@@ -304,7 +304,9 @@ def _first_bytes(path: Path) -> str:
         with open_regular(path) as file:
             return file.read(MAX_URL_BYTES).decode("utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}", key="notify.webhook_file") from None
+        raise ConfigError(
+            f"cannot read {path}: {reason_of(error)}", key="notify.webhook_file", remedy="Check the path."
+        ) from None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -108,7 +108,7 @@ def test_credentials_are_known_by_their_form(text, shown):
     "text",
     [
         "loss 3.2 at step 100, 2048 tokens, eos_token=</s>",
-        "cluster.api_key: secrets do not belong here. Keep secrets in the environment, not in files.",
+        "cluster.api_key: sweep files must not contain secrets. Keep secrets in the environment, not in files.",
         "git@github.com:a/b, sqlite:////srv/a@b/mlflow.db, http://host:5000/#/experiments/1?x=2",
         "Basic usage of bearer authentication",
         "true disabled 123456",
@@ -369,7 +369,7 @@ def test_what_env_pass_names_is_secret_but_not_paths_and_what_programs_see_anywa
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to("/dev/zero"), Path.mkdir])
 def test_only_regular_files_are_read(make, tmp_path):
     make(tmp_path / "file.yaml")
-    with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
+    with pytest.raises(ConfigError, match=r"not a regular file|is a directory"):
         load_sweep(tmp_path / "file.yaml")
     file = sweeps.write(tmp_path, workload={"model": "file.yaml"})
     with pytest.raises(ConfigError, match=r"not a regular file|does not exist"):

@@ -501,7 +501,8 @@ class TokenBatches(StepBatches):
         """
         if len(ids) < seq_length + 1:
             raise DataError(
-                f"{origin} has {len(ids)} tokens, fewer than seq_length + 1 = {seq_length + 1}; add data or reduce"
+                f"{origin} has {len(ids)} tokens, fewer than seq_length + 1 = {seq_length + 1}; add data or lower "
+                "seq_length"
             )
         super().__init__(share, len(ids) // (seq_length * share.global_batch_size))
         self.ids = ids

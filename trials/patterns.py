@@ -24,16 +24,16 @@ class _NestedRepeatError(Exception):
 def pattern_problem(pattern: str) -> str | None:
     """Return what is wrong with a pattern; None if nothing."""
     if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
-        return f"a pattern must have 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
+        return f"expected a pattern of 1 to {MAX_PATTERN_CHARS} characters, got {len(pattern)}"
     try:
         re.compile(pattern)
         num_ways = _ways(_parser.parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
-        return f"the pattern {pattern!r} is not a valid regular expression: {error}"
+        return f"invalid regular expression {pattern!r}: {error}"
     except _NestedRepeatError:
-        return f"the pattern {pattern!r} repeats a part that itself repeats or branches, which can take forever"
+        return f"the pattern {pattern!r} has nested repeats, so matching can take exponential time"
     if num_ways > MAX_WAYS:
-        return f"the pattern {pattern!r} has too many consecutive repeats to be matched quickly"
+        return f"the pattern {pattern!r} has too many repeats in a row, so matching can be slow"
     return None
 
 

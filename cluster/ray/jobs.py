@@ -112,7 +112,7 @@ def submit_job(
             entrypoint = shlex.join(["exec", "env", *(f"{key}={value}" for key, value in variables.items()), *argv])
             if _submit(client, submission_id, entrypoint, metadata):
                 return JobHandle(url=client.url, submission_id=submission_id)
-    raise ClusterError(f"{name} is being submitted to {address} by another process; try again")
+    raise ClusterError(f"{name} is being submitted to {address} by another process; retry in a minute")
 
 
 def find_job(address: str, submission_id: str) -> JobHandle:

@@ -132,7 +132,7 @@ def completion(shell: str, as_json: bool) -> None:
     """
     found: Any = get_completion_class(shell)
     if found is None:
-        raise ConfigError(f"no completion for {shell}")
+        raise ConfigError(f"no completion for {shell!r}")
     script = found(click.get_current_context().find_root().command, {}, PROGRAM, "_TUNE_CLUSTER_COMPLETE")
     text = script.source_template % script.source_vars()
     echo(json.dumps({"shell": shell, "script": text}) if as_json else text)

@@ -418,10 +418,7 @@ def export(
         _print_formats(as_json)
         return
     if reference is None:
-        raise click.UsageError(
-            "missing REFERENCE. Write: tune-cluster export NAME@production --format FORMAT. "
-            "Use --formats to list the export formats."
-        )
+        raise click.UsageError("missing REFERENCE, such as NAME@production. To list the export formats, use --formats.")
     if name not in (None, COMMAND):
         catalog.recipe(name)
 
@@ -459,11 +456,11 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool,
     script = described.script
     if name == COMMAND and script is None:
         raise ConfigError(
-            f"{described.label} does not run your own program",
-            remedy="Choose a framework format; --formats lists them.",
+            f"--format {COMMAND} is only supported for sweeps of a training program, not for {described.label}",
+            remedy="To list the framework formats, use --formats.",
         )
     if name is None and script is None:
-        raise click.UsageError("missing --format. Use --formats to list the export formats.")
+        raise click.UsageError("missing --format. To list the export formats, use --formats.")
     if script is None or name not in (None, COMMAND):
         return catalog.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
     made = artifact(script, described.candidate, described.label, seen=described.seen, as_lines=as_lines)
@@ -504,7 +501,7 @@ def _write(made: Export, folder: Path) -> list[str]:
         path = folder / name
         if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
             raise ConfigError(
-                f"{path} already exists with different content", remedy="Choose another folder, or move the file away."
+                f"{path} already exists with different content", remedy="Choose another directory, or move the file."
             )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as staged:

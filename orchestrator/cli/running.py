@@ -470,7 +470,7 @@ def _classes(text: str) -> tuple[str, ...]:
     unknown = [word for word in classes if word not in RETRIABLE]
     if unknown:
         raise ConfigError(
-            f"unknown class {unknown[0]!r}", key="--failed", remedy=f"Choose from: {', '.join(RETRIABLE)}."
+            f"unknown failure type {unknown[0]!r}", key="--failed", remedy=f"Choose from: {', '.join(RETRIABLE)}."
         )
     return classes
 

@@ -480,7 +480,7 @@ def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_j
 def _agreed(question: str) -> bool:
     """Whether the user agrees; a UsageError without a terminal."""
     if not sys.stdin.isatty():
-        raise click.UsageError("cannot ask for confirmation without a terminal; use --yes to remove the sweep")
+        raise click.UsageError("cannot prompt for confirmation without a terminal; to delete the sweep, use --yes")
     return click.confirm(question, default=False, err=True)
 
 

@@ -49,6 +49,7 @@ from orchestrator.search.predictor import MAX_CANDIDATES, UnpredictableError
 from orchestrator.space.knobs import roles_of
 from orchestrator.space.notation import describe, short_name
 from orchestrator.sweep.snapshot import Home
+from orchestrator.units import count
 from trials.accelerator.kinds import DeviceKind
 from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, Mode, RunFailure, context_bytes
 from trials.files import fields_json, to_json
@@ -130,7 +131,7 @@ def described_topology(name: str) -> Topology:
         raise ConfigError(
             str(error),
             key="--cluster",
-            remedy="Use one of these names, or the path of a file like those in configs/clusters.",
+            remedy="To use a file, pass its path, such as ./mine.yaml.",
         ) from None
     return uniform_topology(
         described.num_nodes,
@@ -325,9 +326,9 @@ class TrialChoices:
         found = self._numbered(name) if name.isdecimal() else self._by_name.get(name)
         if found is None:
             raise ConfigError(
-                f"unknown trial {_shown(name)}; the plan has {len(self.numbered)} candidates",
+                f"no candidate {_shown(name)} in the plan ({count(len(self.numbered), 'candidate')})",
                 key=OPTION,
-                remedy="Use baseline, a number or name from `tune-cluster plan`, or knobs like '{tp: 2}'.",
+                remedy="Pass 'baseline', a number or name listed by `tune-cluster plan`, or knobs such as '{tp: 2}'.",
             )
         return found
 
@@ -358,7 +359,7 @@ def changed_baseline(spec: SweepSpec, text: str) -> Candidate:
     except ValidationError as error:
         found = to_config_error(error, source, SweepSpec)
         key = (found.key or "").removeprefix("baseline").removeprefix(".")
-        remedy = found.remedy if key else "Choose other values."
+        remedy = found.remedy if key else "Change the values."
         raise ConfigError(found.message, file=f"{OPTION} {_shown(text)}", key=key, remedy=remedy) from None
 
 
@@ -366,8 +367,8 @@ def _read_knobs(text: str) -> dict[str, Any]:
     try:
         knobs = parse_yaml(text, Path(OPTION)).data
     except ConfigError as error:
-        message = f"cannot be read: {error.message.removeprefix('not valid YAML: ')}"
-        remedy = "Write it like '{tp: 2}'."
+        message = f"invalid YAML: {error.message.removeprefix('invalid YAML: ')}"
+        remedy = "For example: '{tp: 2}'."
         raise ConfigError(message, file=f"{OPTION} {_shown(text)}", key=error.key, remedy=remedy) from None
     assert isinstance(knobs, dict), "YAML that starts with a brace and parses is a mapping"
     return knobs
@@ -382,9 +383,9 @@ def _size(text: str) -> int:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
         raise ConfigError(
-            f"expected a size with its unit, got {text!r}",
+            f"expected a size with a unit, got {text!r}",
             key="--max-device-memory",
-            remedy='Write it like "512MiB" or "80GB".',
+            remedy="For example: 512MiB or 80GB.",
         ) from None
 
 

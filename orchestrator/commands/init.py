@@ -48,7 +48,7 @@ class Questions:
             ConfigError: there is none, or two.
         """
         if self.model is not None and self.parameters is not None:
-            raise ConfigError("--model and --parameters are mutually exclusive", remedy="Use only one of them.")
+            raise ConfigError("--model and --parameters are mutually exclusive", remedy="Remove one of them.")
         if self.model is not None:
             return model_of_file(self.model)
         if self.parameters is not None:
@@ -56,7 +56,7 @@ class Questions:
         programs = sorted(path.name for path in Path.cwd().glob("*.py") if _TRAINS.match(path.stem))
         program = programs[0] if programs else "train.py"
         raise ConfigError(
-            "nothing to tune: expected a training command or a model",
+            "expected a training command or a model",
             remedy=f"For your own program, run: tune-cluster init -- python {program} ... For a model, use --model "
             "config.json (Hugging Face) or --parameters 13B. To list complete examples, use --list.",
         )
@@ -72,7 +72,7 @@ class Questions:
             ConfigError: it is not described, does not answer, or is too small.
         """
         if self.cluster is not None and self.address is not None:
-            raise ConfigError("--cluster and --address are mutually exclusive", remedy="Use only one of them.")
+            raise ConfigError("--cluster and --address are mutually exclusive", remedy="Remove one of them.")
         devices, nodes = self.devices_per_node or used_per_node, self.nodes or (used_nodes if used_nodes > 1 else None)
         if self.cluster is not None:
             return described_machine(self.cluster, nodes, devices)
@@ -128,8 +128,8 @@ def draft_command(
     """
     if questions.model is not None or questions.parameters is not None or questions.cluster is not None:
         raise ConfigError(
-            "a training command defines its own model and runs on real hardware",
-            remedy="Remove --model, --parameters and --cluster; use --address for a Ray cluster.",
+            "a training command cannot be combined with --model, --parameters or --cluster",
+            remedy="Remove these options. To use a Ray cluster, pass --address.",
         )
     if questions.name is not None:
         check_name(questions.name, "sweep name")
@@ -138,7 +138,7 @@ def draft_command(
     command = take_apart(words, cwd)
     if len(words) == 1 and not words[0].endswith(".sh") and find_script(words, cwd) is None:
         raise ConfigError(
-            "the file does not exist", file=words[0], remedy="Use an existing Python file, or the full command."
+            f"file {words[0]!r} does not exist", remedy="Check the path, or pass the complete command after --."
         )
     alone = command.launcher is None and len(words) > 1
     processes = command.num_processes or ranks_in_files(command, cwd, recipe=recipe)

@@ -190,7 +190,8 @@ def _store(home: Home) -> str:
     """
     if not home.has_store:
         raise ConfigError(
-            f"no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+            f"no MLflow store in {home.path}",
+            remedy="Submit a sweep first. If the store is elsewhere, pass its directory with --home.",
         )
     return home.default_tracking_uri
 

@@ -366,7 +366,9 @@ def _informativeness(one: Candidate, least: Candidate, today: InsideBaseline) ->
 def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, notify: Notify | None = None) -> Checked:
     """The same for a parsed sweep."""
     if spec.cluster.kind not in ("ray", "local"):
-        raise spec.error(("cluster", "kind"), f"a {spec.cluster.kind} cluster runs nothing", "Use ray or local.")
+        raise spec.error(
+            ("cluster", "kind"), f"{spec.cluster.kind} clusters cannot run trials", "Use 'ray' or 'local'."
+        )
     report_line = notify or (lambda _: None)
     topology = known_topology(spec, home, address=address)
     candidate, num_legal = smallest(spec, topology)

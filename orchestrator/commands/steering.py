@@ -84,16 +84,17 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
     with home.open(name, read_only=False) as ledger:
         state = read_snapshot(ledger).state
         if state.status == "cancelled":
-            raise ConfigError(f"the sweep {name!r} was cancelled", remedy="Submit it under another name.")
+            raise ConfigError(f"the sweep {name!r} was cancelled", remedy="Submit the file under another name.")
         if spent := spent_by_search(state):
             raise ConfigError(
-                f"{spent}: {name!r} cannot launch more trials", remedy="Submit its file with a larger budget."
+                f"the sweep {name!r} cannot run more trials: {spent}", remedy="Resubmit its file with a larger budget."
             )
         trials = chosen(state, kinds)
         if not trials:
             counts = ", ".join(f"{status} {count}" for status, count in state.counts().items()) or "none"
             raise ConfigError(
-                f"no trial of {name!r} ended as {' or '.join(sorted(kinds))}", remedy=f"Its trials: {counts}."
+                f"the sweep {name!r} has no trial that ended as {' or '.join(sorted(kinds))}",
+                remedy=f"Trials: {counts}.",
             )
         number = ledger.add_request(retry_request(kinds), by=requester(), at_s=time.time())
         return _answer(name, ledger, number, trials)
@@ -124,24 +125,25 @@ def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], t
         state = seen.state
         if state.status in ("cancelled", "failed"):
             end = units.with_reason(state.status, state.finish_reason, ": ")
-            raise ConfigError(f"the sweep {name!r} is over ({end})", remedy="Submit a new sweep.")
+            raise ConfigError(f"the sweep {name!r} has ended ({end})", remedy="Submit a new sweep.")
         chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
         if chosen_trial is not None and chosen_trial.check is not None:
             of = trial_id(chosen_trial.check.of)
-            raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Use {of}.")
+            raise ConfigError(f"trial {trial} is only a check of {of}", remedy=f"Use {of} instead.")
         script = SweepSpec.from_json(seen.spec).script if what == "profile" and seen.spec else None
         if script is not None and not script.hook:
             raise ConfigError(
-                f"profiling requires the hook, but metrics.hook is off in {name!r}",
-                remedy="Submit a sweep with metrics.hook on.",
+                f"profiling requires the hook, but workload.metrics.hook is false in the sweep {name!r}",
+                remedy="Submit a sweep with workload.metrics.hook: true.",
             )
         if chosen_trial is None or chosen_trial.measurement is None:
             raise ConfigError(
-                f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Choose another trial."
+                f"{f'trial {trial}' if trial else 'the best trial'} in the sweep {name!r} was not measured",
+                remedy="Choose another trial.",
             )
         if what == "confirm" and chosen_trial.number == 0:
             raise ConfigError(
-                "the baseline cannot be confirmed: trials are compared with it", remedy="Choose another trial."
+                "the baseline cannot be confirmed, because trials are compared with it", remedy="Choose another trial."
             )
         request = checks(**{what: (chosen_trial.number,)})
         number = ledger.add_request(request, by=requester(), at_s=time.time())
@@ -150,7 +152,7 @@ def request_checks(name: str, home: Home, what: Literal["confirm", "profile"], t
 
 def _check_open(name: str, state: SweepState) -> None:
     if state.is_over:
-        raise ConfigError(f"the sweep {name!r} is already {state.status}", remedy="Nothing to stop.")
+        raise ConfigError(f"the sweep {name!r} is already {state.status}", remedy="There is nothing to stop.")
 
 
 def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Receipt:
@@ -249,7 +251,8 @@ def annotate(
         note = after.note if number is None else after.trials[number].note
         if note is not None and len(note.tags) > MAX_TAGS:
             raise ConfigError(
-                f"{len(note.tags)} tags; the limit is {MAX_TAGS}", remedy="Remove some: --remove-tag KEY."
+                f"there are {len(note.tags)} tags; the limit is {MAX_TAGS}",
+                remedy="To remove a tag, use --remove-tag KEY.",
             )
         receipt = _answer(name, ledger, ledger.add_request(body, by=request.by, at_s=request.at_s))
         if not receipt.is_controlled:
@@ -268,21 +271,23 @@ def annotate(
 def _check_note(text: str | None, tags: Mapping[str, str], removed_tags: Collection[str]) -> None:
     if text is not None and len(text) > MAX_NOTE_CHARS:
         raise ConfigError(
-            f"the note has {len(text):,} characters; the limit is {MAX_NOTE_CHARS:,}", remedy="Shorten it."
+            f"the note has {len(text):,} characters; the limit is {MAX_NOTE_CHARS:,}", remedy="Shorten the note."
         )
     for key in (*tags, *removed_tags):
         if re.fullmatch(TAG_PATTERN, key) is None:
             raise ConfigError(
                 f"{key!r} is not a valid tag",
-                remedy="Use up to 64 letters, digits, '_', '.', ':', '/' and '-', starting with a letter.",
+                remedy="Tags have 1 to 64 letters, digits, '_', '.', ':', '/' or '-', and start with a letter.",
             )
         if key.startswith(RESERVED_TAGS):
-            raise ConfigError(f"the tag {key!r} is reserved", remedy="Use a name without tc. or mlflow. in front.")
+            raise ConfigError(
+                f"the tag {key!r} is reserved", remedy="Use a name that does not start with 'tc.' or 'mlflow.'."
+            )
     for key, value in tags.items():
         if not value.strip() or len(value) > MAX_TAG_CHARS:
             raise ConfigError(
-                f"the value of tag {key!r} has {len(value.strip())} characters",
-                remedy=f"Use 1 to {MAX_TAG_CHARS}; --remove-tag {key} removes the tag.",
+                f"the value of the tag {key!r} has {len(value.strip())} characters; expected 1 to {MAX_TAG_CHARS}",
+                remedy=f"To remove the tag, use --remove-tag {key}.",
             )
         if key in removed_tags:
             raise ConfigError(f"the tag {key!r} is both set and removed", remedy="Remove one of the two.")
@@ -485,16 +490,16 @@ def _read(name: str, home: Home) -> Snapshot | None:
 def _refuse_what_rests_on_it(name: str, sweep: Snapshot | None) -> None:
     if sweep is None:
         raise ConfigError(
-            f"the ledger of {name!r} cannot be read, so promoted configurations may depend on it",
-            remedy="Use --force to remove it anyway.",
+            f"cannot read the ledger of the sweep {name!r}, so promoted configurations may depend on the sweep",
+            remedy="To delete the sweep anyway, use --force.",
         )
     promoted = sorted(
         {f"{event.record['name']} version {event.record['to_version']}" for event in sweep.state.promotions}
     )
     if promoted:
         raise ConfigError(
-            f"{', '.join(promoted)} depends on the sweep {name!r} for its evidence",
-            remedy="Use --force to remove it anyway.",
+            f"promoted configurations depend on the sweep {name!r}: {', '.join(promoted)}",
+            remedy="To delete the sweep anyway, use --force.",
         )
 
 
@@ -506,7 +511,8 @@ def _alone(name: str, home: Home, sweep: Snapshot | None) -> Iterator[None]:
         ConfigError: one is running.
     """
     busy = ConfigError(
-        f"the sweep {name!r} has a running controller", remedy=f"Stop it first: `tune-cluster cancel {name}`."
+        f"the sweep {name!r} has a running controller",
+        remedy=f"To stop the sweep first, run: tune-cluster cancel {name}",
     )
     if is_at_work(home, name):
         raise busy

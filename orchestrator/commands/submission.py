@@ -221,8 +221,8 @@ def require_mark(home: Home, name: str) -> None:
         found = ""
     if found != mark:
         raise ConfigError(
-            f"the folder {home.path.absolute()} of the submitting host is not visible on the head {platform.node()}",
-            remedy="Set --home to a folder on a shared file system, or submit on the head.",
+            f"the head node {platform.node()} cannot access the directory {home.path.absolute()}",
+            remedy="Set --home to a directory on a shared file system, or submit on the head node.",
         )
 
 
@@ -514,9 +514,9 @@ def choose_address(spec: SweepSpec, given: str | None) -> str | None:
     if spec.cluster.kind != "ray":
         if given is not None:
             raise ConfigError(
-                f"the sweep {spec.name!r} runs on a {spec.cluster.kind} cluster, which has no address",
+                f"the sweep {spec.name!r} uses kind: {spec.cluster.kind}, which does not take an address",
                 key="cluster.kind",
-                remedy="Remove --address, or use kind: ray.",
+                remedy="Remove --address, or set kind: ray.",
             )
         return None
     address = given or os.environ.get(ADDRESS_VARIABLE) or spec.cluster.address

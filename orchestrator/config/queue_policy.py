@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.queue import QueuePolicy
 from orchestrator.config.yaml_source import YamlSource, read_yaml
+from orchestrator.space.file_types import received
 from orchestrator.sweep.snapshot import Home
 
 FILE_NAME = "queue.yaml"
@@ -33,10 +34,10 @@ def load_policy(home: Home) -> QueuePolicy:
         return QueuePolicy()
     source = read_yaml(file)
     if not isinstance(source.data, Mapping):
-        raise source.error((), "expected a mapping of sections", f"Write {' and '.join(SECTIONS)}.")
+        raise source.error((), "expected a mapping of sections", f"Use the sections {' and '.join(SECTIONS)}.")
     for name in source.data:
         if name not in SECTIONS:
-            raise source.error((name,), "unknown section", f"Sections: {' and '.join(SECTIONS)}.")
+            raise source.error((name,), "unknown section", f"Valid sections: {' and '.join(SECTIONS)}.")
     return QueuePolicy(quotas=_section(source, "quotas", _num_devices), weights=_section(source, "weights", _weight))
 
 
@@ -45,19 +46,19 @@ def _section(source: YamlSource, section: str, read: Callable[[Any], Any]) -> di
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise source.error((section,), "expected a mapping of names to numbers", "Write a number for each name.")
+        raise source.error((section,), "expected a mapping of names to numbers", "Set a number for each name.")
     found = {}
     for name, value in values.items():
         try:
             found[name] = read(value)
         except ValueError as error:
-            raise source.error((section, name), f"expected {error}, got {value!r}"[:200], "Correct it.") from None
+            raise source.error((section, name), f"expected {error}{received(value)}", None) from None
     return found
 
 
 def _num_devices(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("a number of devices, 0 or more")
+        raise ValueError("a number of devices (an integer, 0 or more)")
     return value
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from orchestrator.config.settings import Size
 from orchestrator.mlflow_urls import URI_PATTERN
-from orchestrator.space.file_types import Section, fault, off_is_false
+from orchestrator.space.file_types import Section, fault, off_is_false, received
 
 
 def _known_factor(value: object) -> object:
@@ -16,8 +16,7 @@ def _known_factor(value: object) -> object:
     value = off_is_false(value)
     if value == "off" or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
-    shown = "nothing" if value is None else repr(value)[:60]
-    raise fault(None, f"expected a number or off, got {shown}", "Give a slowdown factor above 1, like 1.5.")
+    raise fault(None, f"expected a number or 'off'{received(value)}", "Set a slowdown factor above 1, such as 1.5.")
 
 
 EarlyStopFactor = Annotated[
@@ -107,13 +106,13 @@ class SearchSection(Section):
         if self.stop_when_converged and self.sampler != "guided":
             raise fault(
                 "stop_when_converged",
-                f"the sampler {self.sampler} does not support it",
+                f"sampler: {self.sampler} does not support this",
                 "Use sampler: guided, or remove the key.",
             )
         if self.learn_from is not None and self.sampler != "guided":
             raise fault(
                 "learn_from",
-                f"the sampler {self.sampler} does not support it",
+                f"sampler: {self.sampler} does not support this",
                 "Use sampler: guided, or remove the key.",
             )
         return self

@@ -29,7 +29,7 @@ from cluster.base import Deadlines
 from cluster.gang.environment import owner_of
 from cluster.hardware.topology import DeviceChoice, catalogue
 from orchestrator.mlflow_urls import URI_PATTERN
-from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, show
+from orchestrator.space.file_types import OneOrMany, Section, ShortForms, Word, fault, received, show
 from orchestrator.space.inside import InsideSection
 from orchestrator.space.knobs import (
     KNOB_NAMES,
@@ -66,20 +66,20 @@ MAX_SIZE_BYTES = 2**63 - 1
 def _parse_duration(value: Any) -> float:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a duration with a unit, got {show(value)}", 'Write it like "90s", "10m" or "2h".')
+        raise fault(None, f"expected a duration with a unit{received(value)}", "For example: 90s, 10m or 2h.")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > MAX_DURATION_S:
-        raise fault(None, f"{show(value)} is out of range", "Use at most 36500d.")
+        raise fault(None, f"{show(value)} is out of range", "The maximum is 36500d.")
     return seconds
 
 
 def _parse_size(value: Any) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a size with a unit, got {show(value)}", 'Write it like "512MiB" or "80GB".')
+        raise fault(None, f"expected a size with a unit{received(value)}", "For example: 512MiB or 80GB.")
     size = float(match[1]) * _BYTES[match[2]]
     if size > MAX_SIZE_BYTES:
-        raise fault(None, f"{show(value)} is out of range", "Use at most 8000000TiB.")
+        raise fault(None, f"{show(value)} is out of range", "The maximum is 8000000TiB.")
     return int(size)
 
 
@@ -102,7 +102,7 @@ def _identifier(value: str) -> str:
         raise fault(
             None,
             f"{value[:80]!r} is not a valid name",
-            "Use 1 to 63 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit.",
+            "Names have 1 to 63 lower-case letters, digits, '.', '_' or '-', and start with a letter or digit.",
         )
     return value
 
@@ -113,11 +113,12 @@ Identifier = Annotated[
 
 
 def resolve(value: str | None, info: ValidationInfo) -> str | None:
-    """Make a path absolute, relative to the folder of the sweep file."""
+    """Make a path absolute, relative to the directory of the sweep file."""
     if value is None:
         return None
     if not value or "\0" in value:
-        raise fault(None, "not a path", "Give the path of a file or folder, or remove the key.")
+        message = "the path is empty or contains a NUL character"
+        raise fault(None, message, "Set the path of a file or directory, or remove the key.")
     folder = Path((info.context or {}).get("folder", "."))
     return os.path.normpath(folder.absolute() / value)
 
@@ -134,14 +135,14 @@ def word(value: Any, key: str | None = None) -> str:
     """The value as the text that is passed to a program.
 
     Raises:
-        PydanticCustomError: it is neither text nor a number.
+        PydanticCustomError: it is neither a string nor a number.
     """
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return argument_text(value)
-    what = "nothing" if value is None else show(value)
-    raise fault(key, f"expected text or a number, got {what}", "Quote the value.")
+    remedy = "Put the value in quotes." if isinstance(value, bool) else "Set a string or a number."
+    raise fault(key, f"expected a string or a number{received(value)}", remedy)
 
 
 def _texts(value: Any) -> Any:
@@ -154,7 +155,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 def _variable_name(name: str) -> str:
     if _VARIABLE.fullmatch(name) is None:
         raise fault(
-            None, f"{show(name)} is not a valid name of an environment variable", "Use letters, digits and underscores."
+            None, f"{show(name)} is not a valid environment variable name", "Use letters, digits and underscores."
         )
     return name
 
@@ -223,7 +224,7 @@ class PatternSection(_PatternKnobs):  # type: ignore[misc]
     @model_validator(mode="after")
     def _not_empty(self) -> PatternSection:
         if not self.accepted():
-            raise fault(None, "an empty pattern matches everything", "Name at least one knob.")
+            raise fault(None, "an empty pattern matches every candidate", "Add at least one knob to the pattern.")
         return self
 
     def accepted(self) -> dict[str, tuple[Any, ...]]:
@@ -295,7 +296,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 def _known_accelerator(name: str) -> str:
     if name not in catalogue():
         known = ", ".join(catalogue())
-        raise fault(None, f"unknown accelerator {name[:80]!r}", f"The catalogue has {known}.")
+        raise fault(None, f"unknown accelerator {name[:80]!r}", f"Known accelerators: {known}.")
     return name
 
 
@@ -331,11 +332,8 @@ class SimulationSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> SimulationSection:
         if (total := sum(self.faults.values())) > 1:
-            raise fault(
-                "faults",
-                f"the probabilities add up to {total:g}, more than 1",
-                "Lower them; a launch has at most one fault.",
-            )
+            message = f"the probabilities add up to {total:g}, more than 1"
+            raise fault("faults", message, "Lower them: at most one fault is simulated per attempt.")
         return self
 
 
@@ -414,17 +412,15 @@ class ClusterSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSection:
         if self.min_nodes is not None and self.min_nodes > self.num_nodes:
-            raise fault(
-                "min_nodes", f"min_nodes {self.min_nodes} is greater than num_nodes {self.num_nodes}", "Lower it."
-            )
+            message = f"min_nodes ({self.min_nodes}) is greater than num_nodes ({self.num_nodes})"
+            raise fault("min_nodes", message, "Lower min_nodes.")
         if self.kind != "ray" and self.address is not None:
-            raise fault("address", f"`address` is not allowed with kind: {self.kind}", "Remove it, or use kind: ray.")
-        if (self.simulation is not None) != (self.kind == "simulated"):
             raise fault(
-                "simulation",
-                "`simulation` requires kind: simulated, and kind: simulated requires `simulation`",
-                "Set both, or remove simulation.",
+                "address", f"an address is not allowed with kind: {self.kind}", "Remove the address, or set kind: ray."
             )
+        if (self.simulation is not None) != (self.kind == "simulated"):
+            message = "kind: simulated and the section 'simulation' require each other"
+            raise fault("simulation", message, "Set both, or neither.")
         self._check_nodes()
         self._check_env()
         return self
@@ -433,9 +429,9 @@ class ClusterSection(Section):
         """Refuse variables that the launcher of the ranks sets."""
         for name, value in self.env.items():
             if (owner := owner_of(name)) is not None:
-                raise fault(f"env.{name}", f"{owner} sets {name}", "Remove it.")
+                raise fault(f"env.{name}", f"{name} is set by {owner}", "Remove the variable.")
             if "\0" in value:
-                raise fault(f"env.{name}", "the value contains a NUL byte", "Remove it.")
+                raise fault(f"env.{name}", "the value contains a NUL byte", "Remove the byte.")
 
     def _check_nodes(self) -> None:
         """Refuse nodes in ``simulation`` that the cluster does not have."""
@@ -446,7 +442,9 @@ class ClusterSection(Section):
         for key in ("slow_nodes", "node_losses"):
             for name in getattr(self.simulation, key):
                 if name not in names:
-                    raise fault(f"simulation.{key}", f"unknown node {name[:80]!r}", f"The last node is {last}.")
+                    raise fault(
+                        f"simulation.{key}", f"unknown node {name[:80]!r}", f"The nodes are node0000 to {last}."
+                    )
 
 
 class MeasureSection(Section):
@@ -479,7 +477,7 @@ class MeasureSection(Section):
     def _ordered(self) -> MeasureSection:
         for low, high in (("min_warmup_steps", "max_warmup_steps"), ("num_steps", "max_steps")):
             if getattr(self, low) > getattr(self, high):
-                message = f"{high} {getattr(self, high)} is less than {low} {getattr(self, low)}"
+                message = f"{high} ({getattr(self, high)}) is less than {low} ({getattr(self, low)})"
                 raise fault(high, message, f"Raise {high} or lower {low}.")
         return self
 
@@ -554,7 +552,7 @@ class TrackingSection(Section):
 
 def check_runner(value: str) -> str:
     if _RUNNER.fullmatch(value) is None:
-        raise fault(None, f"expected module:function, got {value[:80]!r}", "Use a form like my_package.runner:main.")
+        raise fault(None, f"expected MODULE:FUNCTION, got {value[:80]!r}", "For example: my_package.runner:main.")
     return value
 
 
@@ -591,11 +589,8 @@ class PromotedSection(Section):
     @model_validator(mode="after")
     def _paired(self) -> PromotedSection:
         if self.baseline and len(self.baseline) != len(self.own):
-            raise fault(
-                "baseline",
-                f"`baseline` has {len(self.baseline)} speeds, `own` has {len(self.own)}",
-                "Give one per round in each.",
-            )
+            message = f"'baseline' has {len(self.baseline)} speeds, but 'own' has {len(self.own)}"
+            raise fault("baseline", message, "List one speed per round in each.")
         return self
 
     def to_settings(self) -> PromotedRounds:
@@ -640,9 +635,8 @@ class ConfirmSection(Switchable):
     @model_validator(mode="after")
     def _ordered(self) -> ConfirmSection:
         if self.max_rounds < self.min_rounds:
-            raise fault(
-                "max_rounds", f"max_rounds {self.max_rounds} is less than min_rounds {self.min_rounds}", "Raise it."
-            )
+            message = f"max_rounds ({self.max_rounds}) is less than min_rounds ({self.min_rounds})"
+            raise fault("max_rounds", message, "Raise max_rounds.")
         return self
 
     def to_settings(self) -> ConfirmSettings:
@@ -685,29 +679,31 @@ class GateSection(Switchable):
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> GateSection:
         if any("\0" in part for part in self.command):
-            raise fault("command", "an argument contains a NUL character", "Remove it.")
+            raise fault("command", "an argument contains a NUL character", "Remove the character.")
         context = info.context or {}
         is_run_here = context.get("check_files", True) and not context.get("is_remote", False)
         if self.command and is_run_here and shutil.which(self.command[0]) is None:
             where = "is not executable" if "/" in self.command[0] else "is not on PATH"
-            raise fault("command.0", f"program {self.command[0]!r} {where}", "Install it, or give its full path.")
+            raise fault(
+                "command.0", f"program {self.command[0]!r} {where}", "Install the program, or set its full path."
+            )
         return self
 
     def to_settings(self) -> GateSettings:
         return self.to(GateSettings)
 
 
-def _off(section: Switchable) -> Any:
+def _off(section: Switchable, example: str) -> Any:
     section._is_on = False
     return (
-        ShortForms({}, others=("off",)),
+        ShortForms({}, others=("off",), remedy=f"For example: {example}."),
         Word("off", section),
         PlainSerializer(lambda value: value.model_dump(mode="json", by_alias=True) if value.is_on else "off"),
     )
 
 
-ConfirmValue = Annotated[ConfirmSection, *_off(ConfirmSection())]
-GateValue = Annotated[GateSection, *_off(GateSection())]
+ConfirmValue = Annotated[ConfirmSection, *_off(ConfirmSection(), "{max_rounds: 8}")]
+GateValue = Annotated[GateSection, *_off(GateSection(), "{num_steps: 50}")]
 
 
 # Section ``profile``: which trials run again under the profiler
@@ -767,18 +763,18 @@ class ProfileSection(Switchable):
         if self.stop_step < self.start_step:
             raise fault(
                 "stop_step",
-                f"stop_step stop_step {self.stop_step} is before start_step {self.start_step}",
-                "Set stop_step to at least start_step; both steps are recorded.",
+                f"stop_step ({self.stop_step}) is before start_step ({self.start_step})",
+                "Raise stop_step, or lower start_step.",
             )
         if self.stop_step - self.start_step >= MAX_STEPS:
             raise fault(
                 "stop_step",
-                f"more than {MAX_STEPS} steps to record",
-                f"Record at most {MAX_STEPS}; 3 are usually enough.",
+                f"{self.stop_step - self.start_step + 1} steps would be recorded; the limit is {MAX_STEPS}",
+                "Three steps are usually enough.",
             )
         for key, values in (("trials", self.trials), ("ranks", self.ranks)):
             if len(set(map(str, values))) < len(values):
-                raise fault(key, "listed twice", "Remove one of them.")
+                raise fault(key, "an item is listed twice", "Remove one of the two.")
         return self
 
     @property
@@ -807,7 +803,7 @@ _NO_PROFILE = ProfileSection()
 _NO_PROFILE._is_on = False
 ProfileValue = Annotated[
     ProfileSection,
-    ShortForms({}, others=("auto", "off")),
+    ShortForms({}, others=("auto", "off"), remedy="For example: {trials: [baseline, best]}."),
     Word("off", _NO_PROFILE),
     Word("auto", AUTO_PROFILE),
     PlainSerializer(_profile_json),
@@ -831,13 +827,13 @@ def _webhook_variable(value: str) -> str:
         raise fault(
             None,
             "expected the name of the environment variable that holds the webhook URL",
-            "Keep the URL itself out of the file: anyone who has it can post there.",
+            "Keep the URL itself out of the file: anyone who knows it can post to it.",
         )
     if not is_secret_name(value):
         raise fault(
             None,
-            f"{value} must look like the name of a secret, so that its value is redacted",
-            "Name it like TUNE_CLUSTER_WEBHOOK or TEAM_WEBHOOK.",
+            f"{value} does not look like the name of a secret, so its value would not be redacted",
+            "Use a name that ends in WEBHOOK, such as TEAM_WEBHOOK.",
         )
     return value
 
@@ -874,13 +870,13 @@ class NotifySection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> NotifySection:
         if self.webhook_env is not None and self.webhook_file is not None:
-            raise fault("webhook_file", "webhook_env and webhook_file are both set", "Remove one of them.")
+            raise fault("webhook_file", "webhook_env and webhook_file are mutually exclusive", "Remove one of them.")
         if not self.is_on:
             raise fault(None, "no receiver is configured", "Set webhook_env, webhook_file or command.")
         if self.command is not None and any("\0" in part for part in self.command):
-            raise fault("command", "an argument contains a NUL character", "Remove it.")
+            raise fault("command", "an argument contains a NUL character", "Remove the character.")
         if len(set(self.on)) != len(self.on):
-            raise fault("on", "an event is listed twice", "Remove one.")
+            raise fault("on", "an event is listed twice", "Remove one of the two.")
         return self
 
     @property

@@ -69,7 +69,10 @@ WorkloadValue = Annotated[
     | Annotated[ScriptSection, Tag(ScriptSection.TAG)],
     Discriminator(_kind_of_workload),
 ]
-BaselineValue = Annotated[BaselineSection, ShortForms({FROM_RUN: {}})]
+BaselineValue = Annotated[
+    BaselineSection,
+    ShortForms({FROM_RUN: {}}, remedy="Set the knob values that you use today, such as {micro_batch_size: 4}."),
+]
 
 
 class SweepSpec(Section):
@@ -143,7 +146,7 @@ class SweepSpec(Section):
                 remedy = (
                     "Set the values used today, or tune your training program with workload: {recipe: ..., run: [...]}."
                 )
-                raise fault("baseline", "`from_run` requires a training program (workload.run)", remedy)
+                raise fault("baseline", "'from_run' requires a training program (workload.run)", remedy)
         return values
 
     @model_validator(mode="after")
@@ -151,10 +154,10 @@ class SweepSpec(Section):
         """Read a training program together with the knobs to change in it."""
         if not isinstance(self.workload, ScriptSection):
             if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
-                raise fault(f"{own}.own", "requires a training program (workload.run)", "Remove it.")
+                raise fault(f"{own}.own", "custom knobs require a training program (workload.run)", "Remove them.")
             if self.space.inside is not None:
-                message = "requires a training program; the built-in runner has an option for every knob"
-                raise fault("space.inside", message, "Move these knobs to space.")
+                message = "these knobs require a training program (workload.run)"
+                raise fault("space.inside", message, "Move the knobs to 'space'.")
             return self
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
@@ -175,11 +178,11 @@ class SweepSpec(Section):
         """Refuse an illegal baseline. The user's filters do not apply: they restrict proposals only."""
         broken = check(self.baseline_candidate, self.to_workload())
         if broken:
-            raise fault("baseline", f"invalid configuration: {broken[0].reason}", "Correct the baseline.")
+            raise fault("baseline", f"invalid configuration: {broken[0].reason}", "Fix the baseline.")
         if self.script is not None and (reason := problem(self.script, self.baseline_candidate)):
             is_read = self.baseline_candidate == self.script.unchanged
             key, what = ("workload.run", "command") if is_read else ("baseline", "baseline")
-            raise fault(key, f"{self.script.training.title} does not support it: {reason}", f"Correct the {what}.")
+            raise fault(key, f"not supported by {self.script.training.title}: {reason}", f"Fix the {what}.")
         return self
 
     @model_validator(mode="after")
@@ -192,12 +195,12 @@ class SweepSpec(Section):
         for param, knob in found.params.items():
             if knob not in known:
                 near = nearest(knob, known)
-                remedy = f"Did you mean {near}?" if near else "Use a knob of docs/knobs.md or of space.own."
+                remedy = f"Did you mean {near!r}?" if near else "Use a knob from docs/knobs.md or space.own."
                 raise fault(f"search.learn_from.params.{param}", f"unknown knob {knob!r}", remedy)
         if found.unit.startswith("tokens") and self.to_workload().seq_length == 1:
             raise fault(
                 "search.learn_from.unit",
-                "the tokens of a sample are unknown",
+                "the number of tokens per sample is unknown",
                 "Set workload.seq_length, or use a metric in samples/s or s/step.",
             )
         return self
@@ -356,7 +359,7 @@ def _is_remote(data: Mapping[str, Any], address: str | None) -> bool:
 def _read(path: str | Path) -> YamlSource:
     source = read_yaml(path)
     if not isinstance(source.data, dict):
-        raise source.error((), "expected a mapping of keys to values", "See docs/sweep-file.md for an example.")
+        raise source.error((), "expected a mapping", "See docs/sweep-file.md for an example.")
     refuse_secrets(source)
     return source
 
@@ -371,13 +374,17 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     file = source.file.parent / reference
     if not is_there(file) or file.is_dir():
         raise source.error(
-            ("workload", "model"), f"model file {file} does not exist", "The path is relative to the sweep file."
+            ("workload", "model"),
+            f"model file {str(file)!r} does not exist",
+            "Check the path; it is relative to the sweep file.",
         )
     model = _read(file)
     kind = model.data.get("kind")
     section = MODEL_SECTIONS.get(kind if isinstance(kind, str) else "")
     if section is None:
-        raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Set the kind of model.")
+        raise model.error(
+            ("kind",), "expected one of " + ", ".join(map(repr, MODEL_SECTIONS)), "Set the kind of model."
+        )
     try:
         section.model_validate(model.data, context={"folder": source.file.parent})
     except ValidationError as error:
@@ -393,7 +400,7 @@ def check_same(created: SweepCreated, spec: SweepSpec) -> None:
     """
     if created.spec_hash != spec.spec_hash:
         raise ConfigError(
-            f"sweep {spec.name!r} was started with a different file",
+            f"the sweep {spec.name!r} was started with a different file",
             key="name",
-            remedy="Rename this sweep, or use another home with --home.",
+            remedy="Rename this sweep, or choose another directory with --home.",
         )

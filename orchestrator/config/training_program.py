@@ -35,7 +35,7 @@ from orchestrator.config.settings import (
     resolve,
     word,
 )
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.frameworks.catalog import training, trainings
 from orchestrator.frameworks.decoder_config import decoder_of_config
 from orchestrator.frameworks.edit import Reading, Run, Training
@@ -52,7 +52,7 @@ from orchestrator.program.user_program import (
     templated_knobs,
     values_of,
 )
-from orchestrator.space.file_types import Section, fault, show
+from orchestrator.space.file_types import Section, fault, received
 from orchestrator.space.inside import ARGUMENTS, BATCH_ARGUMENTS, BUILT_IN, MICRO_BATCH, InsideBaseline
 from orchestrator.space.knobs import INSIDE, KNOB_NAMES, KNOBS, CustomKnob, CustomScalar, in_order
 from orchestrator.space.space import Rest, build_candidate
@@ -77,10 +77,10 @@ def check_log(pattern: str | None) -> str | None:
         groups = set(re.compile(pattern).groupindex)
     except re.error as error:
         raise fault(
-            None, f"not a valid regular expression: {error}", "Escape literal special characters with a backslash."
+            None, f"invalid regular expression: {error}", "Escape literal special characters with a backslash."
         ) from None
     if "step" not in groups:
-        raise fault(None, "no group named 'step'", r"Write (?P<step>\d+) at the step number.")
+        raise fault(None, "the pattern has no group named 'step'", r"Match the step number with (?P<step>\d+).")
     if unknown := sorted(groups - {"step", *_GROUPS}):
         raise fault(None, f"unknown group {unknown[0]!r}", f"Allowed groups: step, {', '.join(_GROUPS)}.")
     return pattern
@@ -97,8 +97,8 @@ def check_command(run: Sequence[str], launcher: str) -> None:
     launched = without_launcher(tuple(run))
     if launched.launcher is not None:
         listed = ", ".join(f'"{word}"' if "{" in word else word for word in launched.argv)
-        remedy = f"Write run: [{listed}], or launcher: own if {launched.launcher} must start the ranks."
-        raise fault("run", f"{launched.launcher} would start ranks inside every rank", remedy)
+        remedy = f"Use run: [{listed}]. If {launched.launcher} must start the ranks, set launcher: own."
+        raise fault("run", f"{launched.launcher} would start its own ranks inside every rank", remedy)
 
 
 def check_program(run: Sequence[str], cwd: Path) -> None:
@@ -108,15 +108,19 @@ def check_program(run: Sequence[str], cwd: Path) -> None:
         PydanticCustomError: one of them does not exist.
     """
     if not cwd.is_dir():
-        raise fault("cwd", f"folder {cwd} does not exist", "The path is relative to the sweep file.")
+        raise fault(
+            "cwd", f"directory {str(cwd)!r} does not exist", "Check the path; it is relative to the sweep file."
+        )
     program = run[0]
     if "{" not in program and shutil.which(program if os.sep not in program else str(cwd / program)) is None:
         problem = "executable" if os.sep in program else "on PATH"
-        raise fault("run.0", f"program {program!r} is not {problem}", "Install it, or give its full path.")
+        raise fault("run.0", f"program {program!r} is not {problem}", "Install the program, or set its full path.")
     script = program_of(without_launcher(tuple(run)).argv).script
     if script is not None and "{" not in script and not is_there(cwd / script):
         place = list(run).index(script)
-        raise fault(f"run.{place}", f"file {cwd / script} does not exist", "The path is relative to cwd.")
+        raise fault(
+            f"run.{place}", f"file {str(cwd / script)!r} does not exist", "Check the path; it is relative to cwd."
+        )
 
 
 def read_files(paths: Mapping[str, str], given: set[str]) -> dict[str, tuple[str, str]]:
@@ -133,15 +137,20 @@ def read_files(paths: Mapping[str, str], given: set[str]) -> dict[str, tuple[str
             with open_regular(Path(file)) as stream:
                 text = stream.read(MAX_FILE_BYTES + 1).decode("utf-8")
         except OSError as error:
-            message = f"{file} cannot be read: {error.strerror or error}"
-            raise fault(key, message, "The path is relative to cwd.") from None
+            raise fault(
+                key, f"cannot read {file!r}: {reason_of(error)}", "Check the path; it is relative to cwd."
+            ) from None
         except UnicodeDecodeError:
-            raise fault(key, f"{file} is not UTF-8 text", "Name a configuration file.") from None
+            raise fault(key, f"{file!r} is not UTF-8 text", "Use a text file in UTF-8.") from None
         if len(text) > MAX_FILE_BYTES:
-            raise fault(key, f"{file} is larger than {MAX_FILE_BYTES >> 20} MiB", "Name a configuration file.")
+            raise fault(
+                key, f"{file!r} is larger than {MAX_FILE_BYTES >> 20} MiB", "Check that this is a configuration file."
+            )
         if redact(text) != text:
             raise fault(
-                key, f"{file} contains a credential", "Keep secrets in the environment, and name them in env_pass."
+                key,
+                f"{file!r} contains a credential",
+                "Keep secrets in environment variables, and list those in env_pass.",
             )
         found[name] = (file, text)
     return found
@@ -154,13 +163,19 @@ def refuse_for_scripts(spec: Any) -> None:
         PydanticCustomError: at the key.
     """
     if spec.cluster.kind == "simulated":
-        raise fault("cluster.kind", "a simulated cluster cannot run programs", "Use local or ray.")
+        raise fault("cluster.kind", "a simulated cluster cannot run training programs", "Use kind: local or kind: ray.")
     if spec.runner != type(spec).model_fields["runner"].default:
-        raise fault("runner", "`runner` is not supported with workload.run", "Remove it.")
+        raise fault("runner", "'runner' and workload.run are mutually exclusive", "Remove runner.")
     if spec.profile.is_on and not spec.profile.is_auto and not spec.workload.metrics.hook:
-        raise fault("profile", "profiling requires the hook, and metrics.hook is off", "Turn metrics.hook on.")
+        raise fault(
+            "profile",
+            "profiling requires the hook, but workload.metrics.hook is false",
+            "Set workload.metrics.hook to true.",
+        )
     if spec.space.balance:
-        raise fault("space.balance", "balancing requires a model of the built-in runner", "Remove it.")
+        raise fault(
+            "space.balance", "balancing is only supported for the built-in runner's models", "Remove space.balance."
+        )
 
 
 def _known_recipe(name: str) -> str:
@@ -179,11 +194,15 @@ def _words(value: Any) -> Any:
         except ValueError:
             split = value.split()
         listed = ", ".join(map(_quoted, split))
-        raise fault(None, "must be a list of arguments, not a string (no shell is involved)", f"Write [{listed}].")
+        raise fault(
+            None, "expected a list of arguments, got a string", f"Use [{listed}]; the command does not run in a shell."
+        )
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list of arguments, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
+        raise fault(
+            None, f"expected a list of arguments{received(value)}", "For example: [python, train.py, --lr, 1e-3]."
+        )
     if not value:
-        raise fault(None, "an empty command", "Write [python, train.py].")
+        raise fault(None, "the command is empty", "For example: [python, train.py].")
     words = tuple(word(one, str(place)) for place, one in enumerate(value))
     return ("python", *words) if words[0].startswith("-") else words
 
@@ -472,7 +491,7 @@ def _check_placeholders(workload: ScriptSection, run: Run, own: tuple[CustomKnob
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 guess = f"Did you mean '{{{close[0]}}}'? " if close else ""
-                remedy = f"{guess}Write {{{{{name}}}}} for literal text, or define a custom knob in space.own."
+                remedy = f"{guess}For literal text, use {{{{{name}}}}}; for a custom knob, define it in space.own."
                 raise fault(f"workload.{key}", f"unknown placeholder {{{name}}}", remedy)
 
 
@@ -482,13 +501,15 @@ def _check_knobs_are_used(workload: ScriptSection, space: SpaceSection, run: Run
     if workload.recipe == CUSTOM:
         for name in KNOB_NAMES:
             if getattr(space, name) is not None and name not in templated | LAYOUT_WITHOUT_PLACEHOLDER:
-                message = "the command never uses this knob"
-                or_inside = f", or move it to space.{INSIDE}" if name in BUILT_IN else ""
-                raise fault(f"space.{name}", message, f"Put {{{name}}} into workload.run{or_inside}.")
+                message = "the command does not use this knob"
+                or_inside = f", or move the knob to space.{INSIDE}" if name in BUILT_IN else ""
+                raise fault(f"space.{name}", message, f"Put {{{name}}} in workload.run{or_inside}.")
     for name in sorted(templated - LAYOUT_WITHOUT_PLACEHOLDER):
         if name not in given:
-            message = f"the placeholder {{{name}}} has no baseline value"
-            raise fault(f"baseline.{name}", message, f"Add baseline: {{{name}: VALUE}} with the value used today.")
+            message = f"the placeholder {{{name}}} has no value in the baseline"
+            raise fault(
+                f"baseline.{name}", message, f"Set baseline: {{{name}: VALUE}} to the value that you use today."
+            )
 
 
 def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> None:
@@ -496,28 +517,26 @@ def _check_inside(workload: ScriptSection, space: SpaceSection, run: Run) -> Non
     if space.inside is None:
         return
     if not workload.metrics.hook:
-        message = "these knobs require the hook, and workload.metrics.hook is false"
-        raise fault(f"space.{INSIDE}", message, "Remove workload.metrics.hook.")
+        message = "these knobs require the hook, but workload.metrics.hook is false"
+        raise fault(f"space.{INSIDE}", message, "Set workload.metrics.hook to true.")
     if INSIDE in run.files:
-        raise fault(
-            f"workload.files.{INSIDE}", "this name is reserved for the file with the knobs", "Rename this file."
-        )
+        raise fault(f"workload.files.{INSIDE}", f"the name {INSIDE!r} is reserved", "Use another name for the file.")
     for name in space.inside.choices():
         if getattr(space, name) is not None or name in _templated_knobs(run):
-            where = f"space.{name}" if getattr(space, name) is not None else f"by the command, as {{{name}}}"
-            raise fault(f"space.{INSIDE}.{name}", f"also set in {where}", "Keep one of the two.")
+            where = f"in space.{name}" if getattr(space, name) is not None else f"by the command, as {{{name}}}"
+            raise fault(f"space.{INSIDE}.{name}", f"the knob is also set {where}", "Remove one of the two.")
     for name in BATCH_ARGUMENTS if space.inside.micro_batch_size is not None else ():
         if name in space.inside.training_arguments:
             key = f"space.{INSIDE}.{ARGUMENTS}.{name}"
-            raise fault(key, f"{MICRO_BATCH} sets it, with the global batch unchanged", "Remove this key.")
+            raise fault(key, f"the argument is already set by {MICRO_BATCH}", "Remove the key.")
 
 
 def _check_no_setting(workload: ScriptSection, reading: Reading, inside: Mapping[str, Any]) -> None:
     """Refuse knobs inside the program that its framework has a setting for."""
     for name in inside:
         if not paths_of(name).isdisjoint(reading.values):
-            message = f"{workload.to_training().title} has its own setting for this"
-            raise fault(f"space.{INSIDE}.{name}", message, f"Move it to space.{name}.")
+            message = f"{workload.to_training().title} has a setting for this knob"
+            raise fault(f"space.{INSIDE}.{name}", message, f"Move the knob to space.{name}.")
 
 
 def _check_custom_knobs(
@@ -530,29 +549,37 @@ def _check_custom_knobs(
         is_here = is_placeholder(knob.name, run)
         if knob.name in KNOB_NAMES or knob.name in COUNTS or knob.name in (OUT, "dp"):
             raise fault(
-                key, f"{knob.name} is already a built-in knob", f"Use space.{knob.name}, or rename the custom knob."
+                key, f"{knob.name} is the name of a built-in knob", f"Use space.{knob.name}, or rename the custom knob."
             )
         if colon and file not in run.files:
             names = ", ".join(name for name in run.files if name != MODEL) or "none"
-            raise fault(key, f"unknown file {file}", f"Add it to workload.files; defined: {names}.")
+            raise fault(key, f"unknown file {file!r}", f"Add the file to workload.files (defined: {names}).")
         if filled := filled_in(knob, run):
-            message = f"the command already has the placeholder {{{filled}}} there"
-            raise fault(key, message, f"Remove {knob.name}, or replace the placeholder with the value used today.")
+            message = f"the command already sets this knob with the placeholder {{{filled}}}"
+            raise fault(
+                key, message, f"Remove {knob.name}, or replace the placeholder with the value that you use today."
+            )
         if is_here and knob.when:
-            raise fault(key, "it has no value when its condition does not hold", "Use a flag instead of {...}.")
+            raise fault(
+                key,
+                "the placeholder has no value when the knob's condition does not hold",
+                "Use a flag instead of a placeholder.",
+            )
         if is_here and knob.name not in given and knob.name not in run.files:
-            remedy = f"Add baseline: {{own: {{{knob.name}: VALUE}}}} with the value used today."
-            raise fault(f"baseline.own.{knob.name}", "the value used today is unknown", remedy)
+            remedy = f"Set baseline: {{own: {{{knob.name}: VALUE}}}} to the value that you use today."
+            raise fault(f"baseline.own.{knob.name}", "the baseline value is unknown", remedy)
         is_plain = not knob.name.startswith(("-", "$")) and not colon
         if is_plain and not is_here and knob.flag is None and workload.recipe == CUSTOM:
-            remedy = f"Put {{{knob.name}}} into workload.run, give it a flag, or write --{knob.name}."
-            raise fault(key, "the command never uses this knob", remedy)
+            remedy = (
+                f"Put {{{knob.name}}} in workload.run, set a flag for the knob, or rename the knob to --{knob.name}."
+            )
+            raise fault(key, "the command does not use this knob", remedy)
 
 
 def _check_devices(reading: Reading, given: Mapping[str, Any], num_devices: int | None) -> None:
     if num_devices is None and "dp_replicate" not in {*given, *configured_knobs(reading)}:
-        message = "the number of devices used today is unknown"
-        raise fault("cluster.devices_per_node", message, "Add it, or baseline: {dp_replicate: N}.")
+        message = "the number of devices in the baseline is unknown"
+        raise fault("cluster.devices_per_node", message, "Set devices_per_node, or baseline: {dp_replicate: N}.")
 
 
 def _check_ranks(run: Run, reading: Reading, given: Mapping[str, Any], baseline: Candidate) -> None:
@@ -561,7 +588,7 @@ def _check_ranks(run: Run, reading: Reading, given: Mapping[str, Any], baseline:
     today, ranks = reading.world_size, baseline.layout.world_size
     if today in (None, ranks) or LAYOUT_AXES & given.keys() or without_launcher(run.argv).launcher is not None:
         return
-    message = f"the command trains on {today} ranks, but the baseline of the sweep on {ranks}"
+    message = f"the command trains on {today} ranks, but the sweep's baseline on {ranks}"
     remedy = f"Use {today} devices (cluster.devices_per_node), or set the layout: baseline: {{dp_replicate: {ranks}}}."
     raise fault("baseline", message, remedy)
 
@@ -575,8 +602,8 @@ def _check_layers(
 ) -> None:
     is_known = workload.num_layers or reading.num_layers or model.shape
     if not is_known and max(*choices["pp"], values["pp"]) > 1:
-        message = "a pipeline requires the number of layers"
-        raise fault("workload.num_layers", message, "Add num_layers, or model: config.json.")
+        message = "the number of layers is required for pipeline parallelism"
+        raise fault("workload.num_layers", message, "Set num_layers, or model: config.json.")
 
 
 # ---- parts ----
@@ -589,7 +616,9 @@ def _model(workload: ScriptSection, reading: Reading) -> ScriptModel:
             shape = decoder_of_config(run.files[MODEL], Path(run.paths[MODEL])).shape
         except ConfigError as error:
             message = f"{error.key}: {error.message}" if error.key else error.message
-            raise fault("workload.model", message, "Use the config.json of a decoder, or remove the key.") from None
+            raise fault(
+                "workload.model", message, "Use the config.json of a decoder model, or remove the key."
+            ) from None
     known = workload.num_layers or reading.num_layers or (shape.num_layers if shape else None)
     if shape is not None and known is not None:
         shape = dataclasses.replace(shape, num_layers=known)
@@ -610,12 +639,14 @@ def _workload(workload: ScriptSection, model: ScriptModel, reading: Reading, bas
     if batch is None and reading.num_microbatches is not None:
         batch = reading.num_microbatches * baseline.micro_batch_size * baseline.layout.dp
     if batch is None:
-        message = "missing, and the command does not set the samples per optimiser step"
-        raise fault("workload.global_batch_size", message, "Add it, counting samples over all ranks and micro-batches.")
+        message = "required key is missing: the command does not set the number of samples per optimiser step"
+        raise fault(
+            "workload.global_batch_size", message, "Set the number of samples over all ranks and micro-batches."
+        )
     tokens = workload.tokens_per_step
     if tokens is not None and tokens % batch:
         message = f"{tokens} is not a multiple of global_batch_size {batch}"
-        raise fault("workload.tokens_per_step", message, "Use a multiple, or remove the key.")
+        raise fault("workload.tokens_per_step", message, "Set a multiple of global_batch_size, or remove the key.")
     return Workload(
         model=model,
         data=ScriptData(),

@@ -30,7 +30,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cluster.processes import python_module
 from orchestrator.config.settings import Positive, Size, is_there, resolve
-from orchestrator.space.file_types import Section, fault, show
+from orchestrator.errors import reason_of
+from orchestrator.space.file_types import Section, fault, received, show
 from trials.accelerator.kinds import without_devices
 from trials.files import from_json, open_regular, to_json
 from trials.legality import DATA_OF_MODEL
@@ -102,7 +103,7 @@ def count_module(model: UserModel, data: Data, seq_length: int) -> CountedSectio
     request = {"model": to_json(model), "data": to_json(data), "seq_length": seq_length}
     reply = _query(json.dumps(request))
     if reply.get("problem") is not None:
-        raise fault(None, str(reply["problem"]), "Correct it; see docs/python-workload.md for the requirements.")
+        raise fault(None, str(reply["problem"]), "See docs/python-workload.md for the requirements.")
     facts: ModuleFacts = from_json(ModuleFacts, reply["facts"])
     shape = reply.get("shape")
     if shape is not None:
@@ -121,7 +122,7 @@ def _query(request: str) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         message = f"building the model and one step on a sample took longer than {TIMEOUT_S:.0f} s"
-        raise fault(None, message, "Write `counted: {num_layers: N}` to skip it.") from None
+        raise fault(None, message, "Set `counted: {num_layers: N}` to skip this step.") from None
     try:
         reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -129,7 +130,7 @@ def _query(request: str) -> dict[str, Any]:
         last_line = words[-1][:300] if words else "no output"
         message = f"building the model failed with status {done.returncode}: {last_line}"
         raise fault(
-            None, message, "Check that the host has enough memory, or write `counted: {num_layers: N}` to skip it."
+            None, message, "Check that the host has enough memory, or set `counted: {num_layers: N}` to skip this step."
         ) from None
     return reply
 
@@ -137,7 +138,7 @@ def _query(request: str) -> dict[str, Any]:
 # Decoders that transformers builds from a ``config.json``, without weights
 
 MAX_BYTES = 1 << 20
-_NAME_CONFIG = "Set the path of the config.json of a decoder, relative to the sweep file."
+_NAME_CONFIG = "Set the path of a decoder model's config.json, relative to the sweep file."
 
 
 class _OrPath:
@@ -169,16 +170,16 @@ class HuggingFaceSection(Section):
             with open_regular(Path(str(file))) as stream:
                 content = json.loads(stream.read(MAX_BYTES))
         except OSError as error:
-            raise fault(None, f"cannot read {str(file)!r}: {error.strerror or error}", _NAME_CONFIG) from None
+            raise fault(None, f"cannot read {str(file)!r}: {reason_of(error)}", _NAME_CONFIG) from None
         except ValueError as error:
-            raise fault(None, f"{file} is not JSON: {error}", _NAME_CONFIG) from None
+            raise fault(None, f"{str(file)!r} is not valid JSON: {error}", _NAME_CONFIG) from None
         return content
 
     @field_validator("config")
     @classmethod
     def _check(cls, value: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value.get("model_type"), str):
-            raise fault(None, "no 'model_type'", _NAME_CONFIG)
+            raise fault(None, "the file has no 'model_type'", _NAME_CONFIG)
         return value
 
     @property
@@ -191,7 +192,7 @@ class HuggingFaceSection(Section):
         text = self.config.get("text_config")
         found = self.config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
         if not isinstance(found, int) or found < 1:
-            raise fault("model.config", f"vocab_size is {show(found)}", _NAME_CONFIG)
+            raise fault("model.config", f"expected an integer vocab_size{received(found)}", _NAME_CONFIG)
         return found
 
     def count(self, data: Data, seq_length: int) -> None:
@@ -319,44 +320,36 @@ class LlamaSection(Section):
         if self.latent is not None:
             self._check_latent(self.latent)
         elif hidden % heads:
-            raise fault("num_heads", f"{heads} does not divide hidden_size {hidden}", "Change one of them.")
-        elif hidden // heads % 2:
             raise fault(
-                "num_heads", f"hidden_size {hidden} / {heads} heads is odd", "Rotary embeddings require an even size."
+                "num_heads", f"hidden_size ({hidden}) is not a multiple of num_heads ({heads})", "Change one of them."
             )
+        elif hidden // heads % 2:
+            message = f"the size of a head is odd (hidden_size {hidden} / num_heads {heads})"
+            raise fault("num_heads", message, "Rotary embeddings require an even size.")
         if heads % self.num_kv_heads:
-            raise fault("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads {heads}", "Change one of them.")
+            message = f"num_heads ({heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})"
+            raise fault("num_kv_heads", message, "Change one of them.")
         if self.experts is not None:
             self._check_experts(self.experts)
         return self
 
     def _check_latent(self, latent: LatentSection) -> None:
         if self.num_kv_heads != self.num_heads:
-            raise fault(
-                "num_kv_heads", f"{self.num_kv_heads} with latent attention", f"Set it to num_heads {self.num_heads}."
-            )
+            message = f"latent attention requires num_kv_heads ({self.num_kv_heads}) to equal num_heads"
+            raise fault("num_kv_heads", message, f"Set num_kv_heads to {self.num_heads}.")
         if latent.qk_rope_head_dim % 2:
-            raise fault(
-                "latent.qk_rope_head_dim",
-                f"{latent.qk_rope_head_dim} is odd",
-                "Rotary embeddings require an even size.",
-            )
+            message = f"{latent.qk_rope_head_dim} is odd"
+            raise fault("latent.qk_rope_head_dim", message, "Rotary embeddings require an even size.")
         if latent.v_head_dim > (size := latent.qk_nope_head_dim + latent.qk_rope_head_dim):
             raise fault("latent.v_head_dim", f"{latent.v_head_dim} exceeds the {size} of a key", "Change one of them.")
 
     def _check_experts(self, experts: ExpertsSection) -> None:
         if experts.top_k > experts.num_experts:
-            raise fault(
-                "experts.top_k",
-                f"{experts.top_k} exceeds num_experts {experts.num_experts}",
-                "Change one of them.",
-            )
+            message = f"top_k ({experts.top_k}) is greater than num_experts ({experts.num_experts})"
+            raise fault("experts.top_k", message, "Change one of them.")
         if experts.num_dense_layers >= self.num_layers:
-            raise fault(
-                "experts.num_dense_layers",
-                f"{experts.num_dense_layers} leaves no layer with experts; there are {self.num_layers} layers",
-                "Use a smaller number, or remove experts.",
-            )
+            message = f"no layer is left for experts: the model has {self.num_layers} layers"
+            raise fault("experts.num_dense_layers", message, "Use a smaller number, or remove experts.")
 
     def to_model(self) -> LlamaModel:
         experts = None if self.experts is None else self.experts.to_experts()
@@ -394,8 +387,8 @@ class LinearSection(Section):
 MAX_LENGTHS = 1000
 """Number of lengths that a distribution is reduced to."""
 _LENGTHS_REMEDY = (
-    "Write a list of lengths, percentiles such as {p0: 16, p50: 300, p100: 4096}, the path of a text file with one "
-    "length per line, or for a token file {end_token: 2}."
+    "Use a list of lengths, percentiles such as {p0: 16, p50: 300, p100: 4096}, or the path of a text file with one "
+    "length per line. For a token file, {end_token: 2} also works."
 )
 
 
@@ -411,7 +404,7 @@ def _read_lengths(value: Any, info: ValidationInfo) -> Any:
         raise fault(None, f"{show(value)} is not a distribution of lengths", _LENGTHS_REMEDY)
     for place, one in enumerate(value):
         if type(one) is not int or not 1 <= one < 2**31:
-            raise fault(str(place), f"{show(one)} is not a length of 1 token or more", _LENGTHS_REMEDY)
+            raise fault(str(place), f"expected a length of at least 1 token{received(one)}", _LENGTHS_REMEDY)
     ordered = sorted(value)
     if len(ordered) <= MAX_LENGTHS:
         return tuple(ordered)
@@ -423,10 +416,10 @@ def _of_percentiles(points: Mapping[Any, Any]) -> list[int]:
     try:
         places = sorted((float(str(name).removeprefix("p")), float(length)) for name, length in points.items())
     except (TypeError, ValueError):
-        raise fault(None, f"{show(dict(points))} are no percentiles", _LENGTHS_REMEDY) from None
+        raise fault(None, f"invalid percentiles {show(dict(points))}", _LENGTHS_REMEDY) from None
     ordered = [length for _, length in places]
     if len(places) < 2 or places[0][0] != 0 or places[-1][0] != 100 or ordered != sorted(ordered):
-        raise fault(None, "percentiles must rise from p0 to p100", _LENGTHS_REMEDY)
+        raise fault(None, "percentiles must include p0 and p100, and lengths must not decrease", _LENGTHS_REMEDY)
     found = []
     for number in range(100):
         at = number + 0.5
@@ -441,28 +434,28 @@ def _listed_lengths(path: Path) -> list[int]:
         with open_regular(path) as stream:
             return [int(line) for line in stream.read(MAX_LENGTHS_BYTES).split()]
     except OSError as error:
-        raise fault(None, f"cannot read {str(path)!r}: {error.strerror or error}", _LENGTHS_REMEDY) from None
+        raise fault(None, f"cannot read {str(path)!r}: {reason_of(error)}", _LENGTHS_REMEDY) from None
     except ValueError:
-        raise fault(None, f"{path} has a line that is no whole number", _LENGTHS_REMEDY) from None
+        raise fault(None, f"{str(path)!r} has a line that is not an integer", _LENGTHS_REMEDY) from None
 
 
 def _document_lengths(end_token: Any, file: Mapping[str, Any]) -> list[int]:
     """Measure the documents at the start of a token file, each of which ends with ``end_token``."""
     code = TokenFileSection.TYPE_CODES.get(file.get("dtype", ""))
     if code is None or "path" not in file:
-        raise fault(None, "end_token requires a token file with a valid path and dtype", _LENGTHS_REMEDY)
+        raise fault(None, "'end_token' requires a token file with a valid path and dtype", _LENGTHS_REMEDY)
     ids = array(code)
     try:
         with open_regular(Path(file["path"])) as stream:
             content = stream.read(MAX_LENGTHS_BYTES)
     except OSError as error:
-        raise fault(None, f"cannot read {file['path']!r}: {error.strerror or error}", _LENGTHS_REMEDY) from None
+        raise fault(None, f"cannot read {file['path']!r}: {reason_of(error)}", _LENGTHS_REMEDY) from None
     ids.frombytes(content[: len(content) // ids.itemsize * ids.itemsize])
     if sys.byteorder == "big":
         ids.byteswap()
     ends = [place for place, token in enumerate(ids) if token == end_token]
     if not ends:
-        raise fault(None, f"{file['path']} has no token {show(end_token)} at the end of a document", _LENGTHS_REMEDY)
+        raise fault(None, f"{file['path']!r} does not contain the end token {show(end_token)}", _LENGTHS_REMEDY)
     return [end - start for start, end in itertools.pairwise([-1, *ends])]
 
 
@@ -642,16 +635,16 @@ class WorkloadSection(Section):
     def _consistent(self, info: ValidationInfo) -> WorkloadSection:
         reads_tokens = self.model.kind in ("llama", "huggingface")
         if reads_tokens and self.seq_length is None:
-            raise fault("seq_length", "missing", "Add 'seq_length'.")
+            raise fault("seq_length", "required key is missing", "Add 'seq_length'.")
         if not reads_tokens and self.seq_length not in (None, 1):
-            raise fault("seq_length", f"{self.model.kind} models do not read sequences", "Remove it.")
+            raise fault("seq_length", f"{self.model.kind} models do not read sequences", "Remove seq_length.")
         if getattr(self.data, "lengths", None) and getattr(self.model, "experts", None) is not None:
-            message = "a mixture of experts would be balanced over padding, too"
-            raise fault("data.lengths", message, "Remove it, or use a dense model.")
+            message = "not supported for mixture-of-experts models: padding would distort the balance of their experts"
+            raise fault("data.lengths", message, "Remove lengths, or use a dense model.")
         fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
         if self.data.kind not in fitting:
-            message = f"{self.model.kind} models cannot train on {self.data.kind}"
-            raise fault("data.kind", message, f"Use {' or '.join(fitting)}.")
+            message = f"{self.model.kind} models cannot train on {self.data.kind!r} data"
+            raise fault("data.kind", message, f"Use {' or '.join(map(repr, fitting))}.")
         if isinstance(self.model, HuggingFaceSection) and (info.context or {}).get("check_files", True):
             self._count(self.model)
         if self._are_files_here(info.context or {}):
@@ -666,7 +659,8 @@ class WorkloadSection(Section):
 
     def _count(self, model: HuggingFaceSection) -> None:
         if model.vocab_size < 256 and isinstance(self.data, TextSection):
-            raise fault("model.config", f"vocab_size {model.vocab_size} is below the 256 of bytes", "Use token_file.")
+            message = f"vocab_size is {model.vocab_size}, but text data needs 256 (one id per byte)"
+            raise fault("model.config", message, "Use data.kind: token_file.")
         try:
             model.count(self.data.to_data(), self.tokens_per_sample)
         except PydanticCustomError as error:
@@ -715,9 +709,10 @@ def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
             if found >= num_bytes:
                 return
     except OSError as error:
-        raise fault("data.path", f"cannot read {str(path)!r}: {error.strerror or error}", remedy) from None
+        raise fault("data.path", f"cannot read {str(path)!r}: {reason_of(error)}", remedy) from None
     where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
-    raise fault("data.path", f"{where}: {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
+    message = f"expected at least {num_bytes} bytes (one sequence and its target) in {where}, found {found}"
+    raise fault("data.path", message, remedy)
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:
@@ -734,11 +729,11 @@ def check_tokens(path: Path, *, num_tokens: int, token_bytes: int) -> None:
     """Raise a fault unless the file can be read and contains a whole number of tokens, at least ``num_tokens``."""
     found, left = divmod(_size(path), token_bytes)
     if left:
-        message = f"{path} does not contain a whole number of ids of {token_bytes} bytes"
-        raise fault("data.path", message, "Check the file and dtype.")
+        message = f"the size of {str(path)!r} is not a multiple of {token_bytes} bytes per token id"
+        raise fault("data.path", message, "Check the path and dtype.")
     if found < num_tokens:
-        message = f"{path} contains {found} tokens, fewer than a sequence and its target ({num_tokens})"
-        raise fault("data.path", message, "Check the file and dtype.")
+        message = f"expected at least {num_tokens} tokens (one sequence and its target) in {str(path)!r}, found {found}"
+        raise fault("data.path", message, "Check the path and dtype.")
 
 
 def check_ids(path: Path, type_code: str, *, vocab_size: int) -> None:
@@ -753,8 +748,12 @@ def check_ids(path: Path, type_code: str, *, vocab_size: int) -> None:
         ids.byteswap()
     bad = next((found for found in (min(ids), max(ids)) if not 0 <= found < vocab_size), None)
     if bad is not None:
-        message = f"{path} contains token id {bad}, outside the model's 0 to {vocab_size - 1}"
-        raise fault("model.vocab_size", message, "Raise vocab_size to that of the tokenizer, or check data.dtype.")
+        message = f"{str(path)!r} contains token id {bad}, but the model's ids are 0 to {vocab_size - 1}"
+        raise fault(
+            "model.vocab_size",
+            message,
+            "Set vocab_size to the size of the tokenizer's vocabulary, or check data.dtype.",
+        )
 
 
 def check_images(root: Path, *, num_classes: int) -> None:
@@ -765,12 +764,12 @@ def check_images(root: Path, *, num_classes: int) -> None:
         files = (file for folder in folders for file in folder.rglob("*"))
         image = next((file for file in files if file.suffix.lower() in IMAGE_SUFFIXES), None)
     except OSError as error:
-        raise fault("data.path", f"cannot read {str(root)!r}: {error.strerror or error}", _REMEDY) from None
+        raise fault("data.path", f"cannot read {str(root)!r}: {reason_of(error)}", _REMEDY) from None
     if image is None:
-        raise fault("data.path", f"{root} contains no JPEG files in class folders", _REMEDY)
+        raise fault("data.path", f"{str(root)!r} has no class directories with JPEG files", _REMEDY)
     _size(image)
     if len(folders) > num_classes:
-        message = f"{num_classes} classes, but {root} has {len(folders)} class folders"
+        message = f"the model has {num_classes} classes, but {str(root)!r} has {len(folders)} class directories"
         raise fault("model.num_classes", message, f"Set num_classes: {len(folders)}, or check data.path.")
 
 
@@ -779,7 +778,7 @@ def _size(path: Path) -> int:
         with open_regular(path) as stream:
             return stream.seek(0, os.SEEK_END)
     except OSError as error:
-        raise fault("data.path", f"cannot read {str(path)!r}: {error.strerror or error}", _REMEDY) from None
+        raise fault("data.path", f"cannot read {str(path)!r}: {reason_of(error)}", _REMEDY) from None
 
 
 # A PyTorch module of the user, trained by the built-in runner
@@ -787,12 +786,10 @@ def _size(path: Path) -> int:
 
 def _function(value: str) -> str:
     if FUNCTION.fullmatch(value) is None:
-        raise fault(None, f"expected module:function, got {show(value)}", "Use a form like my_model:build.")
+        raise fault(None, f"expected MODULE:FUNCTION, got {show(value)}", "For example: my_model:build.")
     package = value.partition(":")[0].partition(".")[0]
     if package in RESERVED:
-        raise fault(
-            None, f"your module must not be called {package!r}: the name is used by tune-cluster", "Rename the file."
-        )
+        raise fault(None, f"your module cannot be called {package!r}: tune-cluster uses this name", "Rename the file.")
     return value
 
 
@@ -851,9 +848,10 @@ class PythonSection(Section):
             return self
         if not is_there(Path(self.cwd)):
             if not context.get("is_remote", False):
-                raise fault("cwd", f"folder {self.cwd} does not exist", "The path is relative to the sweep file.")
+                message = f"directory {str(self.cwd)!r} does not exist"
+                raise fault("cwd", message, "Check the path; it is relative to the sweep file.")
             message = "the code is not on this host, so the number of layers is unknown"
-            raise fault("counted", message, "Write counted: {num_layers: N}.")
+            raise fault("counted", message, "Set counted: {num_layers: N}.")
         self.__dict__["counted"] = count_module(self.to_model(), self.to_data(), self.tokens_per_sample)
         return self
 

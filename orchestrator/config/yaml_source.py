@@ -6,7 +6,7 @@ import difflib
 import re
 import shlex
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.mlflow_urls import SUPPORTED_URIS, URI_PATTERN
+from orchestrator.space.file_types import received, show
 from orchestrator.text import CONTROLS
 from trials.files import open_regular
 from trials.secrets import is_secret_name, is_secret_option, literal_secret, redactor, variable_in
@@ -28,7 +29,7 @@ MAX_NODES = 20_000
 """Maximum nodes after aliases are expanded; nested aliases ("billion laughs") exceed it by far."""
 MAX_DEPTH = 40
 MAX_INT_BITS = 1000
-"""Maximum size of a whole number; Python can neither convert larger ones to float nor print them."""
+"""Maximum size of an integer; Python can neither convert larger ones to float nor print them."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -66,7 +67,7 @@ PROGRAMS = {".py": ("python",), ".sh": ("bash",)}
 def read_yaml(file: str | Path) -> YamlSource:
     """Read one YAML document with the meaning of ``yaml.safe_load``, and stricter.
 
-    Duplicate keys, keys that are not text (merge keys ``<<`` too), several documents, alias bombs and oversized or
+    Duplicate keys, keys that are not strings (merge keys ``<<`` too), several documents, alias bombs and oversized or
     deep files are refused.
     Unlike YAML 1.1, ``1e-3`` is a number.
 
@@ -78,8 +79,8 @@ def read_yaml(file: str | Path) -> YamlSource:
     if file.suffix in PROGRAMS:
         how = shlex.join((*PROGRAMS[file.suffix], str(file)))
         raise ConfigError(
-            f"{file} is a program, not a sweep file",
-            remedy=f"Write a sweep file for your training command first: tune-cluster init -- {how}",
+            f"{file} is a {'Python' if file.suffix == '.py' else 'shell'} script, not a sweep file",
+            remedy=f"To generate a sweep file for it, run: tune-cluster init -- {how}",
         )
     return parse_yaml(text, file)
 
@@ -105,19 +106,26 @@ def _read_text(file: Path) -> str:
         with open_regular(file) as stream:
             raw = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot be read: {reason}", file=file, remedy="Check the path and its permissions."
-        ) from None
+        raise unreadable(file, error) from None
     if len(raw) > MAX_FILE_BYTES:
         raise ConfigError(
-            f"larger than {MAX_FILE_BYTES // 1024} KiB", file=file, remedy="Check that this is the right file."
+            f"the file is larger than {MAX_FILE_BYTES // 1024} KiB",
+            file=file,
+            remedy="Check that this is the right file.",
         )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise ConfigError("not UTF-8 text", file=file, line=line, remedy="Save the file as UTF-8.") from None
+        raise ConfigError(
+            "the file is not UTF-8 text", file=file, line=line, remedy="Save the file as UTF-8."
+        ) from None
+
+
+def unreadable(file: Path, error: Exception) -> ConfigError:
+    """The error that a file cannot be opened or read."""
+    remedy = "Check its permissions." if isinstance(error, PermissionError) else "Check the path."
+    return ConfigError(f"cannot read {file}: {reason_of(error)}", remedy=remedy)
 
 
 class _Loader(yaml.SafeLoader):
@@ -147,7 +155,11 @@ class _Builder:
         self._count(line, len(path))
         if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_COLLECTIONS:
             raise ConfigError(
-                f"the tag {node.tag} is not supported", file=self.file, line=line, key=dotted(path), remedy="Remove it."
+                f"the tag {node.tag} is not supported",
+                file=self.file,
+                line=line,
+                key=dotted(path),
+                remedy="Remove the tag.",
             )
         if isinstance(node, yaml.MappingNode):
             return self._build_mapping(node, path)
@@ -167,13 +179,15 @@ class _Builder:
         except ConfigError:
             raise
         except Exception as error:
-            raise refused(_unreadable(node, error), "Quote text, and remove tags (!!).") from None
+            raise refused(_unreadable(node, error), "Put strings in quotes, and remove tags (!!).") from None
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise refused(f"a number with {len(node.value)} characters is too large", "Use a smaller number.")
+            raise refused(f"the number is too large ({len(node.value)} digits)", "Use a smaller number.")
         if isinstance(value, str) and not _is_text(value):
-            raise refused("the text contains an unpaired surrogate (\\ud800 to \\udfff)", "Write the character itself.")
+            raise refused(
+                "the string contains an unpaired surrogate (\\ud800 to \\udfff)", "Write the character itself."
+            )
         if isinstance(value, str) and (found := CONTROLS.search(value)) is not None:
-            raise refused(f"the text contains the control character {found[0]!a}", "Remove it.")
+            raise refused(f"the string contains the control character {found[0]!a}", "Remove the character.")
         return value
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
@@ -193,7 +207,7 @@ class _Builder:
             line = key_node.start_mark.line + 1
             if key in first_lines:
                 raise ConfigError(
-                    f"duplicate key, first on line {first_lines[key]}",
+                    f"duplicate key; first set on line {first_lines[key]}",
                     file=self.file,
                     line=line,
                     key=dotted((*path, key)),
@@ -208,11 +222,11 @@ class _Builder:
             return str(node.value)
         shown = _shortened(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         raise ConfigError(
-            f"a key must be text, got {shown}",
+            f"keys must be strings, got {shown}",
             file=self.file,
             line=node.start_mark.line + 1,
             key=dotted(path),
-            remedy="Quote the key, or check the indentation; merge keys (<<) are not supported.",
+            remedy="Put the key in quotes, or check the indentation. Merge keys (<<) are not supported.",
         )
 
     def _control_in_key(self, node: yaml.Node, path: KeyPath, char: str) -> ConfigError:
@@ -221,7 +235,7 @@ class _Builder:
             file=self.file,
             line=node.start_mark.line + 1,
             key=dotted(path),
-            remedy="Remove it.",
+            remedy="Remove the character.",
         )
 
     def _count(self, line: int, depth: int) -> None:
@@ -230,7 +244,7 @@ class _Builder:
             raise _too_deep(self.file, line)
         if self.num_nodes > MAX_NODES:
             raise ConfigError(
-                f"more than {MAX_NODES} values once its aliases are expanded",
+                f"the file has more than {MAX_NODES} values once aliases are expanded",
                 file=self.file,
                 line=line,
                 remedy="Remove the nested aliases.",
@@ -258,7 +272,10 @@ def _shortened(text: str) -> str:
 
 def _too_deep(file: Path, line: int) -> ConfigError:
     return ConfigError(
-        f"nested deeper than {MAX_DEPTH} levels", file=file, line=line, remedy="Check brackets and aliases."
+        f"values are nested more than {MAX_DEPTH} levels deep",
+        file=file,
+        line=line,
+        remedy="Check brackets and aliases.",
     )
 
 
@@ -270,10 +287,13 @@ def _syntax_error(file: Path, text: str, error: yaml.YAMLError) -> ConfigError:
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "the text cannot be parsed"
     remedy = "Check indentation, quotes and brackets near this line."
     if "\\t" in problem:
-        problem, remedy = "a tab is used for indentation", "Indent with spaces."
+        problem, remedy = "tabs cannot be used for indentation", "Indent with spaces."
     if "document" in problem:
-        problem, remedy = "found a second document", "Keep one document: remove '---' separators."
-    return ConfigError(f"not valid YAML: {problem}", file=file, line=line, remedy=remedy)
+        problem, remedy = (
+            "the file contains more than one document",
+            "Keep one document, and remove the '---' separators.",
+        )
+    return ConfigError(f"invalid YAML: {problem}", file=file, line=line, remedy=remedy)
 
 
 # Problems in what was read: credentials, and what pydantic found wrong
@@ -281,8 +301,8 @@ def _syntax_error(file: Path, text: str, error: yaml.YAMLError) -> ConfigError:
 SEE_DOCS = "See docs/sweep-file.md."
 _REMEDY = "Keep secrets in the environment, not in files."
 _REMEDY_COMMAND = (
-    "Keep it in an environment variable, list that in env_pass, and let the program read it: command lines are "
-    "visible to every user of the host."
+    "Command lines are visible to every user on the host. Put the secret in an environment variable, list the variable "
+    "in env_pass, and read it in your script."
 )
 
 
@@ -298,13 +318,13 @@ def refuse_secrets(source: YamlSource) -> None:
             if isinstance(part, str) and redact(part) != part:
                 raise source.error(path[:i], "a key contains a credential", _REMEDY)
             if isinstance(part, str) and _names_a_secret(path[:i], part) and value is not None:
-                raise source.error(path[: i + 1], "secrets do not belong here", _REMEDY)
+                raise source.error(path[: i + 1], "sweep files must not contain secrets", _REMEDY)
         if isinstance(value, str) and redact(value) != value:
             raise _holds_credential(source, path, value)
     for path, words, is_list in _commands(source.data, ()):
         if (place := literal_secret(words)) is not None:
             option = words[place].partition("=")[0] if words[place].startswith("-") else words[place - 1]
-            message = f"the value of {option} is a secret in plain text"
+            message = f"the value of {option} is a plain-text secret"
             raise source.error((*path, place) if is_list else path, message, _REMEDY_COMMAND)
 
 
@@ -312,10 +332,10 @@ def _holds_credential(source: YamlSource, path: KeyPath, value: str) -> ConfigEr
     variable = variable_in(value)
     if variable is None:
         return source.error(path, "the value contains a credential", _REMEDY)
-    remedy = f"{_REMEDY} If {variable} is not a secret, set it under env instead of env_pass."
+    remedy = f"{_REMEDY} If {variable} is not a secret, move it from env_pass to env."
     return source.error(
         path,
-        f"the value contains that of the environment variable {variable}, which is treated as a secret",
+        f"the value contains the value of the environment variable {variable}, which is treated as a secret",
         _REMEDY if is_secret_name(variable) else remedy,
     )
 
@@ -369,15 +389,13 @@ def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]
         key = [int(part) if part.isdigit() else part for part in context["key"].split(".") if part]
         return source.error((*path, *key), context["text"], context["remedy"])
     if kind == "missing":
-        return source.error(path, "missing", f"Add {path[-1]!r}.")
+        return source.error(path, "required key is missing", f"Add {path[-1]!r}.")
     if kind == "extra_forbidden":
         return source.error(path, "unknown key", _nearest(str(path[-1]), _keys_at(model, details["loc"][:-1])))
     if kind == "union_tag_not_found":
-        return source.error((*path, "kind"), "missing", "Add 'kind'.")
+        return source.error((*path, "kind"), "required key is missing", "Add 'kind'.")
     if kind == "union_tag_invalid":
-        *others, last = context["expected_tags"].split(", ")
-        expected = f"{', '.join(others)} or {last}" if others else last
-        return source.error((*path, "kind"), f"expected {expected}, got {_show(context['tag'])}", "Use one of these.")
+        return source.error((*path, "kind"), _not_among(context["expected_tags"].split(", "), context["tag"]))
     path, _ = source.locate(path)
     return source.error(path, *_describe(details))
 
@@ -433,59 +451,67 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 _EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
+    "bool_type": "a boolean",
+    "string_type": "a string",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
     "tuple_type": "a list",
     "list_type": "a list",
     "dict_type": "a mapping",
 }
+_UNQUOTED = ("int_type", "float_type", "bool_type")
 _BOUNDS = {
-    "greater_than": ("gt", "more than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
+    "greater_than": ("gt", "The value must be greater than"),
+    "greater_than_equal": ("ge", "The minimum is"),
+    "less_than": ("lt", "The value must be less than"),
+    "less_than_equal": ("le", "The maximum is"),
 }
 
 
-def _describe(details: ErrorDetails) -> tuple[str, str]:
+def _describe(details: ErrorDetails) -> tuple[str, str | None]:
     """Message and remedy of a pydantic error."""
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
-    shown = _show(value)
+    shown = show(value)
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         limit = context[name]
         is_whole = isinstance(limit, float) and limit.is_integer() and abs(limit) < 1e15
-        return f"{shown} is out of range", f"Use {words} {int(limit) if is_whole else limit}."
+        return f"{shown} is out of range", f"{words} {int(limit) if is_whole else limit}."
     if kind == "too_short" and not value:
         return "the list is empty", "List at least one value."
     if kind == "string_pattern_mismatch" and context["pattern"] == URI_PATTERN:
         return f"{shown} is not a supported tracking URI", SUPPORTED_URIS
     if kind == "string_too_short" and not value:
-        return "the text is empty", "Set it, or remove the key."
+        return "the string is empty", "Set a value, or remove the key."
     if kind == "int_parsing_size":
         return f"{shown} is out of range", SEE_DOCS
     if kind == "literal_error":
-        expected = context["expected"]
-        return f"expected {expected}, got {shown}", "Use one of these." if " or " in expected else f"Use {expected}."
+        return _not_among(re.split(", | or ", context["expected"]), value), None
     if kind not in _EXPECTED:
         return f"{details['msg'][:1].lower()}{details['msg'][1:]}, got {shown}", SEE_DOCS
-    message = f"expected {_EXPECTED[kind]}, got {shown}"
-    if kind == "string_type":
-        return message, "Put text in quotes."
-    return message, "Write it without quotes." if _is_quoted(value) else SEE_DOCS
+    message = f"expected {_EXPECTED[kind]}{received(value)}"
+    if value is None:
+        return message, "Set a value, or remove the key."
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return message, "Put the value in quotes."
+    if kind == "bool_type" and not isinstance(value, str):
+        return message, "Use true or false."
+    return message, "Remove the quotes." if _is_quoted(value) and kind in _UNQUOTED else SEE_DOCS
+
+
+def _not_among(expected: Sequence[str], value: Any) -> str:
+    """Message about a value that is none of the ``expected`` words, which are in quotes where YAML has strings."""
+    if value is None:
+        return f"expected {'one of ' * (len(expected) > 1)}{', '.join(expected)}, but the value is empty (null)"
+    if len(expected) == 1:
+        return f"unsupported value {show(value)}; only {expected[0]} is supported"
+    return f"invalid value {show(value)}; expected one of {', '.join(expected)}"
 
 
 def _is_quoted(value: Any) -> bool:
-    """Whether text would be a number or a truth value without its quotes."""
+    """Whether a string would be a number or a boolean without its quotes."""
     return isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?|true|false", value.strip()) is not None
-
-
-def _show(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -284,7 +284,7 @@ def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
         what = ", ".join(f"{name} {created.fingerprint[name]} -> {prints.get(name)}" for name in changed)
         raise ConfigError(
             f"the sweep {created.sweep!r} was measured in a different environment ({what}); results are not comparable",
-            remedy="Submit it under another name.",
+            remedy="Submit the file under another name.",
         )
 
 
@@ -341,7 +341,7 @@ def resume(
             "Submit it under another name." if state.status == "cancelled" else "Use `retry` to launch trials again."
         )
         end = units.with_reason(state.status, state.finish_reason, ": ")
-        raise ConfigError(f"the sweep {spec.name!r} is over ({end})", remedy=remedy)
+        raise ConfigError(f"the sweep {spec.name!r} has ended ({end})", remedy=remedy)
     return _Controller(spec, home, observer, address=address, is_restart=is_restart).run()
 
 

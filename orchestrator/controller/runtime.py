@@ -288,7 +288,7 @@ class Placer:
         return error(
             f"trial {trial.number} needs {(within or trial.candidate.layout).world_size} devices; the lease has "
             f"{topology.num_devices} on {len(topology.nodes)} node(s){f', lost: {lost}' if lost else ''}"
-            f"{waiting}. Fix the cluster and submit again, or restrict space.world_size"
+            f"{waiting}. Fix the cluster and resubmit the sweep, or restrict space.world_size"
         )
 
 
@@ -732,7 +732,7 @@ class Runtime:
         if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise ClusterLostError(
                 f"{MAX_LOST_IN_A_ROW} attempts in a row were lost; the last one: {describe_failure(outcome)}. "
-                "Fix the cluster and submit again"
+                "Fix the cluster and resubmit the sweep"
             )
 
     def _dispatch(self, event: Event) -> None:
@@ -781,7 +781,8 @@ class Runtime:
         if now_s - self._full_since_s > SPACE_S:
             folder = self._ledger.folder
             raise DiskFullError(
-                f"the disk of {folder} has been full for {SPACE_S / 60:.0f} min. Free some space, then submit again"
+                f"the disk of {folder} has been full for {SPACE_S / 60:.0f} min. Free some space, then resubmit the "
+                "sweep"
             )
 
     @property

@@ -275,7 +275,7 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
         batch = seen * max(1, devices // _model_parallel(reading))
         if given not in (None, batch):
             raise ConfigError(
-                f"an optimiser step of the program uses {batch} samples, not {given}: {script.detected.words}",
+                f"the script uses {batch} samples per optimiser step, not {given}: {script.detected.words}",
                 key="--global-batch-size",
                 remedy=f"Use {batch}, or omit the option; --no-run uses {given} without running the program.",
             )
@@ -289,8 +289,8 @@ def _batch(script: DraftedScript, devices: int, given: int | None) -> int:
         raise ConfigError(
             f"cannot read the batch size from the command{unseen}",
             key="--global-batch-size",
-            remedy="Add the samples of an optimiser step over all devices: --global-batch-size 64. If unsure, "
-            "`tune-cluster check` compares the number with the batch that the program uses.",
+            remedy="Pass the number of samples per optimiser step over all devices, such as --global-batch-size 64. If "
+            "unsure, `tune-cluster check` compares the number with the batch that the program uses.",
         )
     count = reading.num_microbatches or script.program.accumulation or 1
     return micro * count * max(1, devices // _model_parallel(reading))

@@ -83,7 +83,7 @@ def choose(model: DraftedModel, machine: DraftedMachine, workload: Workload) -> 
     if not legal:
         reason = check(built[0][1], workload)[0].reason
         raise ConfigError(
-            f"no common configuration is valid: {reason}",
+            f"no typical configuration is valid: {reason}",
             remedy="Set --global-batch-size to a multiple of the number of devices, or change --seq-length.",
         )
     knobs, prediction = _first_that_fits(legal, machine, workload)
@@ -254,9 +254,17 @@ def require_room(file: Path, *, force: bool) -> None:
     ConfigError: the file exists and must not be overwritten, or its folder does not exist.
     """
     if file.exists() and not force:
-        raise ConfigError("the file already exists", file=file, remedy="Use another --output, or --force.")
+        raise ConfigError(
+            "the file already exists",
+            file=file,
+            remedy="Choose another file with --output, or overwrite it with --force.",
+        )
     if not file.absolute().parent.is_dir():
-        raise ConfigError("its folder does not exist", file=file, remedy="Create it, or use another --output.")
+        raise ConfigError(
+            "the directory does not exist",
+            file=file,
+            remedy="Create the directory, or choose another file with --output.",
+        )
 
 
 def write_draft(text: str, file: Path, *, force: bool) -> None:

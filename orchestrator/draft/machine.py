@@ -70,7 +70,7 @@ def described_machine(name: str, num_nodes: int | None, devices_per_node: int | 
         raise ConfigError(
             str(error),
             key="--cluster",
-            remedy="Use one of these names, or the path of a file like those in configs/clusters.",
+            remedy="To use a file, pass its path, such as ./mine.yaml.",
         ) from None
     nodes, devices = num_nodes or cluster.num_nodes, devices_per_node or cluster.devices_per_node
     topology = uniform_topology(
@@ -138,7 +138,7 @@ def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None
         raise ConfigError(
             f"the Ray cluster at {address} has {most} nodes with {count} devices",
             key="--nodes",
-            remedy="Request fewer.",
+            remedy="Lower the number of nodes.",
         )
     nodes, devices = num_nodes or most, devices_per_node or count
     is_gpu = device != "cpu"

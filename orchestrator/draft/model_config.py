@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.workload import MODEL_SECTIONS
-from orchestrator.config.yaml_source import read_yaml
+from orchestrator.config.yaml_source import read_yaml, unreadable
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.decoder_config import FAMILIES, decoder_of, text_config
 from trials.files import read_regular
@@ -76,7 +76,7 @@ def model_of_size(text: str) -> DraftedModel:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MBT])", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
         raise ConfigError(
-            f"{text[:40]!r} is not a number of parameters", key="--parameters", remedy="Use a number like 350M or 13B."
+            f"{text[:40]!r} is not a number of parameters", key="--parameters", remedy="For example: 350M or 13B."
         )
     wanted = float(match[1]) * _UNITS[match[2].upper()]
     models = [
@@ -103,18 +103,17 @@ def model_of_file(path: Path) -> DraftedModel:
     try:
         config = json.loads(read_regular(file))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Use a config.json.") from None
+        raise ConfigError(f"invalid JSON: {error.msg}", file=file, line=error.lineno, remedy="Fix the file.") from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ConfigError(f"cannot be read: {reason}", file=file, remedy="Check the path.") from None
+        raise unreadable(file, error) from None
     return model_of_config(config, file)
 
 
 def _own_model(file: Path) -> DraftedModel:
     source = read_yaml(file)
     if not isinstance(source.data, dict) or source.data.get("kind") not in MODEL_SECTIONS:
-        known = ", ".join(MODEL_SECTIONS)
-        raise source.error(("kind",), f"expected {known}", "Use a Hugging Face config.json, or a model file.")
+        known = ", ".join(map(repr, MODEL_SECTIONS))
+        raise source.error(("kind",), f"expected one of {known}", "Use a Hugging Face config.json, or a model file.")
     return DraftedModel(name=file.stem, keys=source.data, source=file.name)
 
 
@@ -135,7 +134,10 @@ def model_of_config(config: Any, file: Path) -> DraftedModel:
     """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(
-            "no 'model_type'", file=file, key="model_type", remedy="Use the config.json of a Hugging Face model."
+            "required key is missing",
+            file=file,
+            key="model_type",
+            remedy="Use the config.json of a Hugging Face model.",
         )
     kind = config["model_type"]
     if (text := text_config(config)) is not None:
@@ -154,7 +156,8 @@ def _no_counterpart(kind: str, config: Mapping[str, Any], file: Path) -> ConfigE
         f"{what} is not supported by the built-in runner",
         file=file,
         key="model_type",
-        remedy=f"Supported: {', '.join(FAMILIES)} and resnet; --parameters 13B uses a Llama of that size instead.",
+        remedy=f"Supported: {', '.join(FAMILIES)} and resnet. For a Llama model of a given size, pass --parameters "
+        "13B.",
     )
 
 

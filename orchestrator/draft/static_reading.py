@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.frameworks.arguments import Argument, either_dash, read, read_text
 from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
 from trials.files import read_regular
@@ -443,7 +443,10 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
             env[match[1]] = match[2]
         argv.pop(0)
     if not argv:
-        raise ConfigError("no command", remedy="Write it after --: tune-cluster init -- torchrun train.py --bs 4")
+        raise ConfigError(
+            "no training command was given",
+            remedy="Pass the command after --: tune-cluster init -- torchrun train.py --bs 4",
+        )
     tasks = None
     if Path(argv[0]).name == "srun":
         argv, tasks = _without_srun(argv)
@@ -455,7 +458,7 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
         )
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
-        raise ConfigError(f"{found.launcher} has no script", remedy="Give the complete command as you type it.")
+        raise ConfigError(f"the {found.launcher} command has no script", remedy="Pass the complete command.")
     per_node = found.processes_per_node if found.launcher is not None else tasks or _own_count(tuple(argv))
     if per_node is None and found.world_size and found.launcher == "accelerate":
         per_node = found.world_size // (found.num_nodes or 1)
@@ -483,11 +486,11 @@ def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the script has no command or several, or one that only a shell can run.
     """
-    remedy = "Pass the training command from the script: tune-cluster init -- torchrun train.py ..."
+    remedy = "Pass the script's training command instead: tune-cluster init -- torchrun train.py ..."
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError("cannot be read: " + str(error), file=str(path), remedy=remedy) from None
+        raise ConfigError(f"cannot read {path}: {reason_of(error)}", remedy="Check the path.") from None
     variables: dict[str, str] = {}
     exported: dict[str, str] = {}
     commands: list[list[str]] = []
@@ -495,12 +498,12 @@ def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
-            raise ConfigError(f"{line.strip()[:60]!r} cannot be read", file=str(path), remedy=remedy) from None
+            raise ConfigError(f"cannot parse {line.strip()[:60]!r}", file=str(path), remedy=remedy) from None
         words = [word for part in words for word in _expanded(part, variables, arguments)]
         if not words or words[0] in _HARMLESS:
             continue
         if any(sign in word for word in words for sign in _SHELL_SIGNS):
-            raise ConfigError(f"{line.strip()[:60]!r} needs a shell", file=str(path), remedy=remedy)
+            raise ConfigError(f"{line.strip()[:60]!r} can only be run by a shell", file=str(path), remedy=remedy)
         is_export = words[0] == "export"
         given = [_ASSIGNMENT.fullmatch(word) for word in (words[1:] if is_export else words)]
         if all(given):
@@ -510,7 +513,7 @@ def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
         else:
             commands.append(words)
     if len(commands) != 1:
-        raise ConfigError(f"has {len(commands)} commands, expected one", file=str(path), remedy=remedy)
+        raise ConfigError(f"expected one command in the script, found {len(commands)}", file=str(path), remedy=remedy)
     return [*(f"{name}={value}" for name, value in exported.items()), *commands[0]]
 
 
@@ -543,7 +546,7 @@ def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
         given[_SRUN.get(name, name)] = value
     if not words or given.get("--nodes", "1") != "1":
         raise ConfigError(
-            "srun: no command on a single node",
+            "srun: expected a command that runs on one node",
             remedy="Pass the command of one rank, and the number of ranks per node: tune-cluster init "
             "--devices-per-node 8 -- python train.py ...",
         )
@@ -554,12 +557,12 @@ def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
 def _refuse(program: str, argv: Sequence[str]) -> None:
     if program in _SHELLS:
         raise ConfigError(
-            f"{argv[0]}: commands started by a shell cannot be read",
-            remedy="Pass the training command from the script: tune-cluster init -- torchrun train.py ...",
+            f"{argv[0]}: cannot parse a command that is started by a shell",
+            remedy="Pass the script's training command instead: tune-cluster init -- torchrun train.py ...",
         )
     if program in _FOREIGN:
         raise ConfigError(
-            f"trials do not support how {program} starts ranks",
+            f"{program} is not supported as a launcher",
             remedy="Pass the command of one rank, and the number of ranks per node: tune-cluster init "
             "--devices-per-node 8 -- python train.py ...",
         )

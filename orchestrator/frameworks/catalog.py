@@ -79,8 +79,8 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
     if refused and not allow_lossy:
         reasons = "".join(f"\n  {note.knob}: {note.message}" for note in refused)
         raise ConfigError(
-            f"{recipe(format).title} cannot express this configuration:{reasons}",
-            remedy="\nTo export it anyway, use --allow-lossy and fix the listed settings by hand.",
+            f"{recipe(format).title} cannot express some settings of this configuration:{reasons}",
+            remedy="\nTo export the configuration anyway, use --allow-lossy, and fix the listed settings manually.",
         )
     return made
 

@@ -170,9 +170,9 @@ def decoder_of_config(text: str, file: Path) -> Decoder:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"not JSON: {error}", file=file) from None
+        raise ConfigError(f"invalid JSON: {error}", file=file) from None
     if not isinstance(config, dict):
-        raise ConfigError("not a mapping of keys to values", file=file)
+        raise ConfigError("expected a mapping", file=file)
     inner = config.get("text_config")
     return decoder_of(inner if isinstance(inner, dict) else config, file)
 

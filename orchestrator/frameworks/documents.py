@@ -55,14 +55,14 @@ def load(text: str, file: str) -> Any:
     try:
         found = _LOADERS.get(_suffix(file), _load_json)(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Fix the file.") from None
+        raise ConfigError(f"invalid JSON: {error.msg}", file=file, line=error.lineno, remedy="Fix the file.") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML: {error}", file=file, remedy="Fix the file.") from None
+        raise ConfigError(f"invalid TOML: {error}", file=file, remedy="Fix the file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or "cannot be read"
         line = mark.line + 1 if mark else None
-        raise ConfigError(f"not YAML: {what}", file=file, line=line, remedy="Fix the file.") from None
+        raise ConfigError(f"invalid YAML: {what}", file=file, line=line, remedy="Fix the file.") from None
     return {} if found is None else found
 
 
@@ -103,7 +103,7 @@ def edited(text: str, file: str, changes: Mapping[str, Any]) -> str:
         made = ""
     if not _says(made, file, wanted):
         keys = ", ".join(changes)
-        raise ConfigError(f"{keys} cannot be changed here", file=file, remedy="Write it as a plain key with a value.")
+        raise ConfigError(f"{keys} cannot be changed here", file=file, remedy="Write the key with a plain value.")
     return made
 
 
@@ -177,7 +177,7 @@ def _set(
     head, rest = next(_splits(data, key), (key.partition(".")[0], key.partition(".")[2]))
     if not isinstance(data, dict | list) or (isinstance(data, list) and _child(data, head) is ABSENT):
         what = "a list without such a number" if isinstance(data, list) else "a value"
-        raise ConfigError(f"its parent is {what}", file=file, key=key, remedy="Use another key.")
+        raise ConfigError(f"the parent key is {what}", file=file, key=key, remedy="Use another key.")
     place: Any = int(head) if isinstance(data, list) else head
     child = _child(data, head)
     if rest:

@@ -154,7 +154,7 @@ def _write_rope(builder: SettingsBuilder) -> None:
         base = builder.workload.model.rope_theta
         builder.settings["--rotary-base"] = int(base)
         if base != int(base):
-            builder.refuse(f"{LLAMA}.rope_theta", "--rotary-base accepts whole numbers only")
+            builder.refuse(f"{LLAMA}.rope_theta", "--rotary-base accepts integers only")
 
 
 def _read_rope(found: Found) -> dict[str, Any]:

@@ -457,7 +457,7 @@ def _write_loss_scale(builder: SettingsBuilder, scale: LossScale) -> None:
     if not builder.is_export:
         return
     if scale.growth_factor != int(scale.growth_factor):
-        builder.refuse("precision.loss_scale.growth_factor", "whole numbers only")
+        builder.refuse("precision.loss_scale.growth_factor", "integers only")
     if scale.backoff_factor * scale.growth_factor != 1.0:
         builder.refuse("precision.loss_scale.backoff_factor", "always the inverse of growth_factor")
     if scale.backoff_interval != 1:

@@ -233,7 +233,7 @@ def module_settings(text: str) -> dict[str, Any]:
         for keyword in config.keywords:
             found |= _read_part(str(keyword.arg), keyword.value)
     except (SyntaxError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{FILE} cannot be read: {error}", remedy="Export it again.") from None
+        raise ConfigError(f"cannot read {FILE}: {error}", remedy="Re-export the configuration.") from None
     return found
 
 

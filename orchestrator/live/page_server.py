@@ -264,7 +264,7 @@ def _listening(port: int | None) -> socket.socket:
         except OSError as error:
             found.close()
             problem = error.strerror
-    raise ConfigError(f"cannot listen on {HOST}:{one}: {problem}", remedy="Choose another with --port.")
+    raise ConfigError(f"cannot listen on {HOST}:{one}: {problem}", remedy="Choose another port with --port.")
 
 
 class PageConnection(H11Protocol):
@@ -464,5 +464,8 @@ def _store(home: Home, sweep: str | None) -> str:
     if sweep is not None:
         return home.read(sweep).tracking_uri or home.default_tracking_uri
     if not home.all_names():
-        raise ConfigError(f"no sweeps in {home.path}", remedy="Submit one first, or use --home for another folder.")
+        raise ConfigError(
+            f"no sweeps in {home.path}",
+            remedy="Submit a sweep first. If the sweeps are stored elsewhere, pass that directory with --home.",
+        )
     return home.default_tracking_uri

@@ -299,7 +299,9 @@ class Actions:
         """Start a controller, and wait for it in a thread: a cluster may take minutes to respond."""
         submission = submission_of_sweep(sweep, self._home, address=None, mode=None)
         if submission.is_over:
-            raise ConfigError(f"the sweep {sweep!r} is over", remedy="Retry its failed trials, or confirm another one.")
+            raise ConfigError(
+                f"the sweep {sweep!r} has ended", remedy="Retry its failed trials, or confirm another one."
+            )
         with self._lock:
             if sweep in self._starting:
                 return "its controller is already being started"
@@ -336,7 +338,7 @@ def _kinds(body: Mapping[str, Any]) -> tuple[str, ...]:
     """
     kinds = body.get("kinds")
     if not isinstance(kinds, list) or not kinds or not all(kind in RETRIABLE for kind in kinds):
-        raise ConfigError("no kind of outcome selected", remedy=f"Choose from: {', '.join(RETRIABLE)}.")
+        raise ConfigError("no failure type was selected", remedy=f"Choose from: {', '.join(RETRIABLE)}.")
     return tuple(kinds)
 
 

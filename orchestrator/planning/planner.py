@@ -451,7 +451,7 @@ def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimat
     broken = check(baseline, spec.to_workload(), topology)
     if broken:
         message = f"cannot run here: {broken[0].reason}"
-        raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
+        raise spec.error(("baseline",), message, "Fix the baseline, or lease more devices.")
     return _Sorter(rules=(*rules_for(spec.filters), estimates.rule(baseline)), spec=spec, topology=topology)
 
 

@@ -442,19 +442,19 @@ def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
     found = next((candidate for candidate in plan.candidates if short_name(candidate) == text), None)
     if found is None:
         raise ConfigError(
-            f"unknown candidate {text!r}; the plan has {count(len(plan.candidates), 'candidate')}",
+            f"no candidate {text!r} in the plan ({count(len(plan.candidates), 'candidate')})",
             key=OPTION,
-            remedy="Use baseline, a number or name from the plan, or knobs like '{tp: 2}'.",
+            remedy="Pass 'baseline', a number or name from the plan, or knobs such as '{tp: 2}'.",
         )
     return found
 
 
 def _changed(text: str, spec: SweepSpec) -> Candidate:
-    remedy = "Write it like '{tp: 2}'."
+    remedy = "For example: '{tp: 2}'."
     try:
         knobs = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError("not a YAML mapping of knobs", file=f"{OPTION} {text!r}", remedy=remedy) from error
+        raise ConfigError("expected a YAML mapping of knobs", file=f"{OPTION} {text!r}", remedy=remedy) from error
     baseline = spec.to_json()["baseline"]
     try:
         section = type(spec.baseline).model_validate({**baseline, **knobs}, context={"check_files": False})

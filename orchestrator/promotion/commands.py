@@ -124,7 +124,10 @@ def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[s
         records = Records(registry, tracker.uri).of(name)
         found = registry.find(name, alias=PRODUCTION)
     if not records and found is None:
-        raise ConfigError(f"nothing has been promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
+        raise ConfigError(
+            f"nothing has been promoted as {name}",
+            remedy=f"To promote a sweep, run: tune-cluster promote SWEEP --name {name}",
+        )
     current = found.version if found else None
     last = next(reversed(chain(records)), None)
     return {
@@ -150,7 +153,9 @@ def diff(a: str, b: str, home: Home, *, tracking_uri: str | None = None) -> Diff
 def _check_expectation(expected: str | None) -> None:
     if expected is not None and expected != NONE and not expected.isdigit():
         raise ConfigError(
-            f"{expected!r} is not a version", key="--expect-current", remedy=f"Use a version number, or {NONE}."
+            f"{expected!r} is not a version number",
+            key="--expect-current",
+            remedy=f"Use a version number, or {NONE!r}.",
         )
 
 
@@ -171,8 +176,8 @@ def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial
     tracker.sync(ledger, state)
     if tracker.find_run(state, trial) is None:
         raise ConfigError(
-            f"trial {trial} of {state.sweep.sweep} is not recorded in MLflow",
-            remedy="Check that the tracking store is reachable, then promote again.",
+            f"trial {trial} in the sweep {state.sweep.sweep!r} is not recorded in MLflow",
+            remedy="Check that the tracking store is reachable, and retry.",
         )
 
 

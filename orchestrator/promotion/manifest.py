@@ -73,20 +73,23 @@ def choose(
     name = state.sweep.sweep
     if state.virtual is not None and not is_candidate:
         raise ConfigError(
-            f"{name} is {state.virtual}: nothing was measured; it cannot be promoted, even with --force",
-            remedy="Submit it on a real cluster. --candidate registers the configuration with the alias candidate,"
-            " marked as simulated.",
+            f"{name} is {state.virtual}: nothing was measured, so it cannot be promoted, even with --force",
+            remedy="Submit the sweep on a real cluster. With --candidate, the configuration is registered under the "
+            "alias 'candidate' and marked as simulated.",
         )
     chosen = find_trial(state, trial, name) if trial is not None else state.winner
     if chosen is None:
-        raise ConfigError(f"sweep {name} has no measurements", remedy=f"For the reasons: tune-cluster report {name}")
+        raise ConfigError(
+            f"the sweep {name!r} has no measurements", remedy=f"To see why, run: tune-cluster report {name}"
+        )
     if chosen.check is not None:
         of = units.trial_id(chosen.check.of)
-        raise ConfigError(f"{units.trial_id(chosen.number)} of {name} is a check of {of}", remedy=f"Promote {of}.")
+        raise ConfigError(f"trial {units.trial_id(chosen.number)} is only a check of {of}", remedy=f"Promote {of}.")
     if chosen.measurement is None:
         why = f"{units.status_label(chosen.status)}: {descriptions.failure(chosen)}"
         raise ConfigError(
-            f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
+            f"trial {units.trial_id(chosen.number)} in the sweep {name!r} was not measured ({why})",
+            remedy="Choose another trial.",
         )
     remedy = _remedy(state, chosen, is_changed=bool(objections))
     found = Chosen(trial=chosen, missing=(*_missing(state, chosen), *objections), remedy=remedy)
@@ -602,4 +605,6 @@ def _listed(files: Mapping[str, bytes]) -> dict[str, str] | None:
 
 
 def altered(where: str, why: str) -> ConfigError:
-    return ConfigError(f"{where} was altered after its promotion: {why}", remedy="Do not use it; promote again.")
+    return ConfigError(
+        f"{where} was altered after its promotion: {why}", remedy="Do not use this version; promote the sweep again."
+    )

@@ -408,7 +408,7 @@ class RegistryLock:
         if not self._registry.tag_entry(self._entry, "renewals", str(self._num_renewals)):
             raise LockLostError(
                 f"another process took over {self._name}, as this one had not responded for {self._stale_s:.0f} s",
-                remedy=f"To see the result: tune-cluster history {self._name}",
+                remedy=f"To see the result, run: tune-cluster history {self._name}",
             )
 
     def _acquire(self, deadline_s: float) -> None:
@@ -455,7 +455,7 @@ class RegistryLock:
 
     def _busy(self, others: Mapping[str, Mapping[str, str]]) -> ConfigError:
         owners = " and ".join(sorted({tags.get("owner", "an unknown user") for tags in others.values()}))
-        return ConfigError(f"{owners} is changing {self._name}", remedy="Try again in a minute.")
+        return ConfigError(f"{owners} is changing {self._name}", remedy="Retry in a minute.")
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -204,7 +204,8 @@ def store(home: Home, tracking_uri: str | None) -> Tracker:
         return Tracker(check_tracking_uri(tracking_uri))
     if not home.has_store:
         raise ConfigError(
-            f"no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+            f"no MLflow store in {home.path}",
+            remedy="Submit a sweep first. If the store is elsewhere, pass its directory with --home.",
         )
     return Tracker(home.default_tracking_uri)
 
@@ -238,7 +239,7 @@ def checked(registry: Registry, found: Registered) -> Version:
         files = registry.read_files(found)
         record_tags = registry.run_tags(found.run_id)
     except LookupError as error:
-        raise ConfigError(f"{label_of(found)} cannot be read: {error}", remedy=AGAIN) from None
+        raise ConfigError(f"cannot read {label_of(found)}: {error}", remedy=AGAIN) from None
     check_origin(found, files)
     check_files(found, files)
     manifest = parsed(found, files)

@@ -36,7 +36,7 @@ from orchestrator.sweep.snapshot import check_name
 from orchestrator.tracking.mlflow_store import Registered, Registry
 from orchestrator.tracking.mlflow_tracker import Tracker
 
-NEVER = "It cannot go to production."
+NEVER = "Such a version cannot go to production."
 NONE = "none"
 """User-visible word for nothing in production."""
 
@@ -131,7 +131,7 @@ class Releases:
                 return ReleaseChange(record=past.carried)  # the rollback was interrupted: another one would undo it
             found, skipped = self._target(name, to, past)
             if past.current == found.version:
-                raise ConfigError(f"{name}@production is already version {to}", remedy="Nothing to do.")
+                raise ConfigError(f"{name}@production is already version {to}", remedy="There is nothing to do.")
             version = self._usable(found)
             step("begin")
             record = self._begin(rollback_to(version, reason, past))
@@ -218,7 +218,7 @@ class Releases:
                 if expect_current is not None and expect_current != (current or NONE):
                     raise ConfigError(
                         f"{name}@production is {f'version {current}' if current else NONE}, not {expect_current}",
-                        remedy=f"To see what changed: tune-cluster history {name}",
+                        remedy=f"To see what changed, run: tune-cluster history {name}",
                     )
                 yield step, past
         except LockLostError as lost:

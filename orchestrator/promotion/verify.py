@@ -140,7 +140,10 @@ def verification_spec(promoted: Version, tracker: Tracker, plan: RemeasurePlan, 
         ConfigError: the version cannot be measured.
     """
     if promoted.spec is None:
-        raise ConfigError(f"{promoted.label} has no sweep file", remedy="Promote a sweep that was submitted from one.")
+        raise ConfigError(
+            f"{promoted.label} was not promoted from a sweep file",
+            remedy="Promote a sweep that was submitted from a file.",
+        )
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(at_s))
     name = re.sub(r"[^a-z0-9._-]", "-", promoted.registered.name[:28])
     return {

@@ -202,7 +202,7 @@ def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) 
             shutil.copyfile(path, folder / path.name)
     except OSError as error:
         raise ConfigError(
-            f"cannot copy the profile to {folder}: {error}", remedy="Set profile.output to another folder."
+            f"cannot copy the profile to {folder}: {error}", remedy="Set profile.output to another directory."
         ) from None
     return folder
 

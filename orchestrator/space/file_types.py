@@ -66,9 +66,20 @@ def fault(key: str | None, message: str, remedy: str) -> PydanticCustomError:
 
 
 def show(value: Any) -> str:
-    """Format a value of the file for an error message."""
-    text = repr(value)
+    """Format a value of the file for an error message, as in YAML."""
+    text = (
+        {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def received(value: Any) -> str:
+    """End of a message ``expected ...``: the value in the file, with its type where that is the mistake."""
+    if value is None:
+        return ", but the value is empty (null)"
+    if isinstance(value, Mapping | list | tuple):
+        return f", got a {'mapping' if isinstance(value, Mapping) else 'list'}"
+    return f", got the string {show(value)}" if isinstance(value, str) else f", got {show(value)}"
 
 
 class ShortForms:
@@ -77,12 +88,10 @@ class ShortForms:
     ``others``: words that an enclosing type accepts, for the message.
     """
 
-    def __init__(
-        self, expand: Mapping[str, Mapping[str, Any]], *, others: tuple[str, ...] = (), remedy: str | None = None
-    ) -> None:
+    def __init__(self, expand: Mapping[str, Mapping[str, Any]], *, others: tuple[str, ...] = (), remedy: str) -> None:
         self.expand = expand
-        self.words = ", ".join((*others, *expand))
-        self.remedy = remedy or f"Use {self.words} or a mapping."
+        self.words = ", ".join(map(repr, (*others, *expand)))
+        self.remedy = remedy
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._widen, handler(source))
@@ -96,7 +105,7 @@ class ShortForms:
             return self.expand[value]
         if isinstance(value, Mapping | BaseModel):
             return value
-        raise fault(None, f"expected {self.words} or a mapping, got {show(value)}", self.remedy)
+        raise fault(None, f"expected {self.words} or a mapping{received(value)}", self.remedy)
 
 
 class Word:
@@ -144,7 +153,7 @@ class OneOrMany:
             raise fault(None, "the list is empty", "List at least one value.")
         for i, value in enumerate(values):
             if value in values[:i]:
-                raise fault(None, "a choice is listed twice", f"Remove item {i + 1} of the list.")
+                raise fault(None, f"{show(value)} is listed twice", f"Remove item {i + 1} from the list.")
         return values
 
 
@@ -264,19 +273,23 @@ def _same_shape(one: Counts, other: Counts) -> bool:
 
 MAX_PATTERNS = 64
 _MAX_LAYERS = 10**6
-_ROWS = "Give one number per stage, like [2, 1, 1, 0], or one such list per chunk."
+_ROWS = "List one number per stage, such as [2, 1, 1, 0], or one such list per chunk."
 
 
-def _rows(value: Any, *, low: int, words: str) -> Counts:
+def _rows(value: Any, *, low: int) -> Counts:
     """Parse numbers per stage, or a list of such lists, one per chunk."""
     nested = any(isinstance(row, list | tuple) for row in value)
     for i, row in enumerate(value if nested else [value]):
-        if not isinstance(row, list | tuple) or not row:
-            raise fault(str(i) if nested else None, f"expected {words}, got {show(row)}", _ROWS)
+        place = str(i) if nested else None
+        if not isinstance(row, list | tuple):
+            raise fault(place, f"expected a list of integers, one per stage{received(row)}", _ROWS)
+        if not row:
+            raise fault(place, "the list is empty", _ROWS)
         for j, number in enumerate(row):
             if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= _MAX_LAYERS:
-                message = f"expected a whole number from {low} to {_MAX_LAYERS}, got {show(number)}"
-                raise fault(f"{i}.{j}" if nested else str(j), message, _ROWS)
+                message = f"expected an integer from {low} to {_MAX_LAYERS}{received(number)}"
+                remedy = "Remove the quotes." if isinstance(number, str) and number.isdecimal() else _ROWS
+                raise fault(f"{i}.{j}" if nested else str(j), message, remedy)
     return tuple(tuple(row) for row in (value if nested else [value]))
 
 
@@ -284,16 +297,19 @@ def _write_rows(rows: Counts) -> Any:
     return list(rows[0]) if len(rows) == 1 else [list(row) for row in rows]
 
 
+_COUNT_REMEDY = "For example: 'all', 4, [4, 0] (per stage) or [[4, 0], [2, 0]] (per chunk and stage)."
+
+
 def _count(value: Any) -> LayerCount:
     if value == "all":
         return ALL_LAYERS
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LAYERS:
         return value
-    words = "all, a number of layers, or a list of numbers per stage"
     if isinstance(value, list | tuple):
-        rows = _rows(value, low=0, words=words)
+        rows = _rows(value, low=0)
         return rows if any(map(any, rows)) else 0
-    raise fault(None, f"expected {words}, got {show(value)}", "Use all, 4, [4, 0] or [[4, 0], [2, 0]].")
+    expected = "'all', a layer count, or a list with one layer count per stage"
+    raise fault(None, f"expected {expected}{received(value)}", _COUNT_REMEDY)
 
 
 def _write_count(count: LayerCount) -> Any:
@@ -312,12 +328,12 @@ CountValue = Annotated[Any, BeforeValidator(_count), PlainSerializer(_write_coun
 def _pattern(value: str) -> str:
     problem = pattern_problem(value)
     if problem is not None:
-        raise fault(None, problem, "Give a regular expression for the path of an operator inside its layer.")
+        raise fault(None, problem, "Use a regular expression that matches the path of an operator inside its layer.")
     return value
 
 
 _GATHERS_REMEDY = (
-    "Match attention or feed_forward, or one of their projections wq, wk, wv, w1, w3, as in {'attention.*': all}."
+    "Match 'attention', 'feed_forward' or one of their projections wq, wk, wv, w1 and w3, as in {'attention.*': all}."
 )
 
 
@@ -327,7 +343,7 @@ def _gathers(value: Any) -> LayerCount | dict[str, LayerCount]:
         return _count(value)
     chosen: dict[str, LayerCount] = {}
     for pattern, written in value.items():
-        problem = pattern_problem(pattern) if isinstance(pattern, str) else f"{show(pattern)} is no pattern"
+        problem = pattern_problem(pattern) if isinstance(pattern, str) else f"{show(pattern)} is not a pattern"
         if problem is not None:
             raise fault(None, problem, _GATHERS_REMEDY)
         matched = [name for name in GATHERED if _reads(name, pattern)]
@@ -336,8 +352,8 @@ def _gathers(value: Any) -> LayerCount | dict[str, LayerCount]:
         count = _count(written)
         for name in matched:
             if chosen.setdefault(name, count) != count:
-                message = f"different numbers of layers for {name}, whose projections read the same gathered sequence"
-                raise fault(None, message, "Use one pattern for all of its projections.")
+                message = f"different layer counts for projections in {name}, which read the same gathered sequence"
+                raise fault(None, message, "Use one pattern for all projections of the module.")
     return {name: count for name, count in chosen.items() if count != 0} or 0
 
 
@@ -373,7 +389,11 @@ class RecomputeSection(Section):
         gathers = self.communication if isinstance(self.communication, dict) else {}
         by_pattern = {gather_pattern(name): count for name, count in gathers.items()}
         for pattern in by_pattern.keys() & self.select.keys():
-            raise fault("select", f"communication also selects {show(pattern)}", "Remove one of them.")
+            raise fault(
+                "select",
+                f"{show(pattern)} is also selected by communication",
+                "Remove the pattern from one of the two.",
+            )
         select = self.select | by_pattern
         return RecomputeChoice(
             full=self.full,
@@ -415,7 +435,7 @@ class _OrList:
 _RECOMPUTE = (
     ShortForms(
         {"none": {"full": 0}, "full": {"full": "all"}},
-        remedy="Use none, full, or a mapping; for layers per stage, {full: [4, 0]}.",
+        remedy="To set layers per stage, use a mapping such as {full: [4, 0]}.",
     ),
     AfterValidator(RecomputeSection.to_choice),
     PlainSerializer(_write_recompute),
@@ -426,22 +446,24 @@ BaselineRecompute = Annotated[RecomputeSection, *_RECOMPUTE, _OrList()]
 
 def _offsets(value: Any) -> Counts:
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list, got {show(value)}", "Give one offset per stage, like [-2, 1, 1, 0].")
-    rows = _rows(value, low=-_MAX_LAYERS, words="numbers per stage")
+        raise fault(None, f"expected a list{received(value)}", "List one offset per stage, such as [-2, 1, 1, 0].")
+    rows = _rows(value, low=-_MAX_LAYERS)
     total, most = sum(map(sum, rows)), sum(map(len, rows)) - 1
     if not 0 <= total <= most:
         remedy = (
             "Offsets are added to layers // stages and must add up to the remainder, which is 0 if the stages "
             "divide the layers."
         )
-        raise fault(None, f"the offsets add up to {total:+d}, outside 0..{most}", remedy)
+        raise fault(None, f"the offsets add up to {total:+d}; expected 0 to {most}", remedy)
     return rows
 
 
 def _stage_counts(value: Any) -> Counts:
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list, got {show(value)}", "Give one number per stage, like [10, 11, 11, 8].")
-    return _rows(value, low=0, words="numbers per stage")
+        raise fault(
+            None, f"expected a list{received(value)}", "List one layer count per stage, such as [10, 11, 11, 8]."
+        )
+    return _rows(value, low=0)
 
 
 class StageLayersSection(Section):
@@ -460,7 +482,9 @@ class StageLayersSection(Section):
     @model_validator(mode="after")
     def _one(self) -> StageLayersSection:
         if (self.offset is None) == (self.counts is None):
-            raise fault(None, "expected exactly one of offset and counts", "Set one of them, or use even.")
+            raise fault(
+                None, "expected exactly one of 'offset' and 'counts'", "Set one of them, or use stage_layers: even."
+            )
         return self
 
     def to_split(self) -> StageSplit:
@@ -475,7 +499,7 @@ def _write_split(split: StageSplit) -> Any:
 
 StageLayersValue = Annotated[
     StageLayersSection,
-    ShortForms({"even": {"offset": [0]}}, remedy="Use even, {offset: [-1, 1]} or {counts: [3, 5]}."),
+    ShortForms({"even": {"offset": [0]}}, remedy="For example: {offset: [-1, 1]} or {counts: [3, 5]}."),
     AfterValidator(StageLayersSection.to_split),
     PlainSerializer(_write_split),
 ]
@@ -485,9 +509,9 @@ StageLayersValue = Annotated[
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    remedy = "List operators by their names in torch.nn.functional, like [linear, rms_norm]."
+    remedy = "List operators by their names in torch.nn.functional, such as [linear, rms_norm]."
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list of operator names, got {show(value)}", remedy)
+        raise fault(None, f"expected a list of operator names{received(value)}", remedy)
     for i, name in enumerate(value):
         if not isinstance(name, str) or not name.isidentifier() or len(name) > 100:
             raise fault(str(i), f"{show(name)} is not the name of an operator", remedy)
@@ -495,9 +519,9 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _module_patterns(value: Any) -> tuple[str, ...]:
-    remedy = r"List regular expressions for paths of modules, like ['layers\.0', '.*norm', output]."
+    remedy = r"List regular expressions for module paths, such as ['layers\.0', '.*norm', output]."
     if not isinstance(value, list | tuple):
-        raise fault(None, f"expected a list of patterns, got {show(value)}", remedy)
+        raise fault(None, f"expected a list of patterns{received(value)}", remedy)
     for i, pattern in enumerate(value):
         problem = pattern_problem(pattern) if isinstance(pattern, str) else f"{show(pattern)} is not a pattern"
         if problem is not None:
@@ -580,25 +604,27 @@ class PrecisionSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> PrecisionSection:
         if self.level == "O0" and self.dtype not in (None, "float32"):
-            raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or remove dtype.")
+            raise fault("dtype", f"level O0 uses float32, not {self.dtype}", "Use level O1 or O2, or remove dtype.")
         if self.level != "O0" and self.dtype == "float32":
-            raise fault("dtype", f"{self.level} requires a 16-bit type", "Use bfloat16 or float16, or level O0.")
+            raise fault(
+                "dtype", f"level {self.level} requires a 16-bit type", "Use bfloat16 or float16, or switch to level O0."
+            )
         if self.level.endswith("-fp8") and self.dtype == "float16":
             base = self.level.removesuffix("-fp8")
-            raise fault("dtype", f"{self.level} requires bfloat16", f"Remove dtype, or use level {base}.")
+            raise fault("dtype", f"level {self.level} requires bfloat16", f"Remove dtype, or use level {base}.")
         if self.loss_scale is not None and self.dtype != "float16":
-            raise fault("loss_scale", "loss scaling requires float16", "Remove it, or set dtype: float16.")
+            raise fault("loss_scale", "loss scaling requires float16", "Remove loss_scale, or set dtype: float16.")
         if (self.white or self.black) and self.level != "O1":
             raise fault(
                 "white" if self.white else "black",
-                f"{self.level} does not support white and black lists",
-                "Use O1, or remove them.",
+                f"level {self.level} does not support white and black lists",
+                "Use level O1, or remove the lists.",
             )
         if self.keep_fp32 and not self.level.startswith("O2"):
-            raise fault("keep_fp32", f"{self.level} keeps no 16-bit weights", "Use O2, or remove it.")
+            raise fault("keep_fp32", f"level {self.level} has no 16-bit weights", "Use level O2, or remove keep_fp32.")
         if twice := set(self.white) & set(self.black):
             raise fault(
-                "black", f"{min(twice)!r} is on both the white and the black list", "Remove it from one of them."
+                "black", f"{min(twice)!r} is on both the white and the black list", "Remove it from one of the lists."
             )
         return self
 
@@ -646,7 +672,9 @@ class CudnnSection(Section):
     def _ordered(self) -> CudnnSection:
         if self.last < self.first:
             raise fault(
-                "last", f"last step {self.last} is before first step {self.first}", "Raise last or lower first."
+                "last",
+                f"the last step ({self.last}) is before the first ({self.first})",
+                "Raise 'last' or lower 'first'.",
             )
         return self
 
@@ -684,20 +712,20 @@ CUDNN_ON = (1, 10)
 """Steps in which cuDNN measures with a plain ``on``."""
 PrecisionValue = Annotated[
     PrecisionSection,
-    ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Use one of {', '.join(LEVELS)}."),
+    ShortForms({level: {"level": level} for level in LEVELS}, remedy="For example: {level: O2, dtype: float16}."),
     AfterValidator(PrecisionSection.to_precision),
     PlainSerializer(_write_precision),
 ]
 DataloaderValue = Annotated[
     DataloaderSection,
-    ShortForms({"auto": {}}, others=("manual",)),
+    ShortForms({"auto": {}}, others=("manual",), remedy="For example: {max_workers: 8}."),
     AfterValidator(DataloaderSection.to_tuning),
     Word("manual", None),
     PlainSerializer(_write_tuning),
 ]
 CudnnValue = Annotated[
     CudnnSection,
-    ShortForms({}, others=("off", "on")),
+    ShortForms({}, others=("off", "on"), remedy="For example: {first: 1, last: 10}."),
     AfterValidator(CudnnSection.to_range),
     Word("on", CUDNN_ON),
     Word("off", ()),

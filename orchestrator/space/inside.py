@@ -45,7 +45,7 @@ def _row(name: str, note: str, is_fit: Callable[[Any], bool] | None = None, reme
 
     def check(value: Any) -> Any:
         if is_fit is not None and not is_fit(value):
-            raise fault(None, f"{name} cannot be set to this value inside a program", remedy)
+            raise fault(None, f"{name} cannot be set to this value by the hook", remedy)
         return value
 
     return _values(Annotated[_ROWS[name].type, AfterValidator(check)]), Field(default=None, description=note)
@@ -72,7 +72,7 @@ _FIELDS: dict[str, Any] = {
         "dataloader",
         "`auto` finds the number of workers and the prefetch factor by hill climbing while the program starts.",
         lambda value: value in (None, LoaderTuning()),
-        "Use manual or auto.",
+        "Use 'manual' or 'auto'.",
     ),
     "prefetch_factor": _row("prefetch_factor", "The number of batches that this `DataLoader` prefetches per worker."),
     "pin_memory": _row("pin_memory", "Whether this `DataLoader` copies batches into page-locked memory."),
@@ -81,10 +81,13 @@ _FIELDS: dict[str, Any] = {
         "precision",
         "`O0`, or `O1` to run the forward pass under autocast to bfloat16.",
         lambda value: value in (Precision(), Precision(level="O1", dtype="bfloat16")),
-        "Use O0 or O1.",
+        "Use 'O0' or 'O1'.",
     ),
     "recompute": _row(
-        "recompute", "`full` recomputes the repeated block in the backward pass.", _is_all_or_none, "Use none or full."
+        "recompute",
+        "`full` recomputes the repeated block in the backward pass.",
+        _is_all_or_none,
+        "Use 'none' or 'full'.",
     ),
     "compile": _row("compile", "Whether to compile the repeated block or the model."),
     "attention": _row("attention", "The kernel of `scaled_dot_product_attention`."),
@@ -93,13 +96,13 @@ _FIELDS: dict[str, Any] = {
         "cudnn_benchmark",
         "Whether cuDNN benchmarks its kernels.",
         lambda value: value in ((), CUDNN_ON),
-        "Use off or on.",
+        "Use 'off' or 'on'.",
     ),
     "memory_format": _row(
         "memory_format",
         "`nhwc` puts the model and its inputs into the channels-last format.",
         lambda value: value != "auto",
-        "Use nchw or nhwc.",
+        "Use 'nchw' or 'nhwc'.",
     ),
     "ddp_bucket_mb": _own(
         Annotated[float, Field(gt=0, le=2**20)],
@@ -114,7 +117,7 @@ _Knobs: Any = create_model("_Knobs", __base__=Section, **_FIELDS)
 
 def _is_field(name: str) -> str:
     if not name.isidentifier():
-        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use the field's Python name.")
+        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use the name of the field in Python.")
     return name
 
 

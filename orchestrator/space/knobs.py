@@ -32,6 +32,7 @@ from orchestrator.space.file_types import (
     loss_scale_text,
     pattern_text,
     plain,
+    received,
     resolve_recompute,
     resolve_stage_layers,
     show,
@@ -207,8 +208,8 @@ def argument_text(value: Any) -> str:
 def _scalar(value: Any) -> Any:
     if isinstance(value, bool | int | float) or (isinstance(value, str) and value):
         return value
-    what = "nothing" if value in (None, "") else show(value)
-    raise fault(None, f"expected text, a number, true or false, got {what}", "Omit a knob to keep its current value.")
+    what = ", but the string is empty" if value == "" else received(value)
+    raise fault(None, f"expected a string, number or boolean{what}", "To keep a knob's current value, remove the knob.")
 
 
 def custom_knob_name(name: str) -> str:
@@ -219,7 +220,7 @@ def custom_knob_name(name: str) -> str:
     """
     if _NAME.fullmatch(name) is None:
         remedy = "Use --flag, file:dotted.key, $NAME, or the name of a placeholder in the command."
-        raise fault(None, f"{show(name)} is not an argument, key or variable", remedy)
+        raise fault(None, f"{show(name)} is not an argument, a key or a variable", remedy)
     return name
 
 
@@ -277,11 +278,11 @@ def custom_knobs(space: Mapping[str, CustomKnobSection]) -> tuple[CustomKnob, ..
             if not known:
                 message = f"{show(other)} is not another knob of space.own"
                 others = ", ".join(one for one in space if one != name) or "none"
-                raise fault(f"own.{name}.when", message, f"Defined: {others}.")
+                raise fault(f"own.{name}.when", message, f"Defined knobs: {others}.")
             for value in values:
                 if not _is_among(value, known):
-                    message = f"{other} never has the value {custom_value_text(value)}"
-                    raise fault(f"own.{name}.when.{other}", message, f"Its values are {_listed(known)}.")
+                    message = f"{other} cannot have the value {custom_value_text(value)}"
+                    raise fault(f"own.{name}.when.{other}", message, f"Possible values: {_listed(known)}.")
     knobs = [
         CustomKnob(
             name=name,
@@ -296,9 +297,7 @@ def custom_knobs(space: Mapping[str, CustomKnobSection]) -> tuple[CustomKnob, ..
     try:
         return in_order(knobs)
     except ValueError as error:
-        raise fault(
-            f"own.{error}.when", "has a cycle in its conditions", "Remove a condition from the cycle."
-        ) from None
+        raise fault(f"own.{error}.when", "the conditions form a cycle", "Remove one of them.") from None
 
 
 def _listed(values: Sequence[CustomScalar]) -> str:

@@ -452,12 +452,12 @@ def attempt_logs(
         ConfigError: the attempt or rank does not exist, or the cluster is simulated.
     """
     if sweep.is_virtual:
-        raise ConfigError(f"the sweep {sweep.name!r} runs on a simulated cluster: its trials have no logs")
+        raise ConfigError(f"the trials in the sweep {sweep.name!r} have no logs, because its cluster is simulated")
     index = _attempt_index(trial, attempt)
     found = trial.attempts[index]
     nodes = _log_nodes(sweep, found)
     if rank is not None and not 0 <= rank < len(nodes):
-        raise ConfigError(f"{trial_id(trial.number)} has no rank {rank}", remedy=f"Ranks: 0 to {len(nodes) - 1}.")
+        raise ConfigError(f"trial {trial_id(trial.number)} has no rank {rank}", remedy=f"Ranks: 0 to {len(nodes) - 1}.")
     evidence = getattr(found.outcome, "evidence", None)
     root = evidence.rank if evidence else None
     ranks = [rank] if rank is not None else sorted(range(len(nodes)), key=lambda r: (r != root, r))
@@ -483,13 +483,13 @@ def _log_nodes(sweep: Snapshot, attempt: Attempt) -> list[str]:
 
 def _attempt_index(trial: Trial, attempt: int | None) -> int:
     if not trial.attempts:
-        raise ConfigError(f"{trial_id(trial.number)} has not been launched yet, so it has no log")
+        raise ConfigError(f"trial {trial_id(trial.number)} has not been launched yet, so it has no log")
     if attempt is None:
         return len(trial.attempts) - 1
     if 0 <= attempt < len(trial.attempts):
         return attempt
     raise ConfigError(
-        f"{trial_id(trial.number)} has no attempt {attempt}", remedy=f"Attempts: 0 to {len(trial.attempts) - 1}."
+        f"trial {trial_id(trial.number)} has no attempt {attempt}", remedy=f"Attempts: 0 to {len(trial.attempts) - 1}."
     )
 
 

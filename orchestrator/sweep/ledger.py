@@ -100,7 +100,7 @@ class DamagedError(LedgerError):
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(
-            f"{path} is damaged: {what}. Restore the file from a backup; without one, move the folder {path.parent} "
+            f"{path} is damaged: {what}. Restore the file from a backup; without one, move the directory {path.parent} "
             "away and submit the sweep again"
         )
 
@@ -199,7 +199,7 @@ class Ledger:
         if not is_there:
             raise LedgerGoneError(
                 f"{self.path} was deleted or replaced while the sweep was running: its results are no longer saved. "
-                f"Restore the folder {self.folder} from a backup, or submit the sweep again to start over"
+                f"Restore the directory {self.folder} from a backup, or resubmit the sweep to start over"
             )
 
     def append(self, event: LedgerEvent) -> LedgerEntry:
@@ -412,7 +412,7 @@ class Ledger:
                 raise LedgerError(f"{self.path} was written by another version; use that version to read it") from error
             kind = DiskFullError if _is_for_space(error, self.folder) else LedgerError
             raise kind(
-                f"cannot {action} {self.path}: {error}; free space or fix the folder's permissions, then submit again"
+                f"cannot {action} {self.path}: {error}; free space or fix the directory's permissions, then resubmit"
             ) from error
         except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
             raise DamagedError(self.path, f"cannot {action} it: {error}") from error

@@ -257,7 +257,7 @@ def check_name(name: str, what: str) -> str:
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigError(
             f"{name!r} is not a valid {what}",
-            remedy="Use up to 63 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit.",
+            remedy="Names have 1 to 63 lower-case letters, digits, '.', '_' or '-', and start with a letter or digit.",
         )
     return name
 
@@ -314,7 +314,10 @@ class Home:
         near = nearest(name, known)
         existing = f"Existing sweeps: {', '.join(known[:5])}." if known else "There are no sweeps."
         remedy = f"Did you mean {near!r}?" if near else existing
-        raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} Use --home for another folder.")
+        raise ConfigError(
+            f"no sweep {name!r} in {self.path}",
+            remedy=f"{remedy} If the sweep is stored elsewhere, pass that directory with --home.",
+        )
 
     def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:
         """Read the current state of the sweep; with ``since``, an earlier snapshot of it, only later events are read.

@@ -595,9 +595,13 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     if number is not None and number < len(state.trials):
         return state.trials[number]
     last = len(state.trials) - 1
-    known = {-1: "It has no trials yet.", 0: "It has t000 only."}.get(last, f"It has t000 to {trial_id(last)}.")
-    words = "nothing was measured yet" if text in ("best", "winner") else f"unknown trial {text!r}"
-    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Use 3, t003, baseline, best or winner.")
+    known = {-1: "There are no trials yet.", 0: "The only trial is t000."}.get(
+        last, f"Trials: t000 to {trial_id(last)}."
+    )
+    words = "nothing has been measured yet" if text in ("best", "winner") else f"no trial {text!r}"
+    raise ConfigError(
+        f"{words} in the sweep {sweep!r}", remedy=f"{known} Use a number (3 or t003), 'baseline', 'best' or 'winner'."
+    )
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:

@@ -123,7 +123,9 @@ def serve(
         ConfigError: ``uri`` is already a server, the port is taken, or the server does not start.
     """
     if uri.startswith(("http://", "https://")):
-        raise ConfigError("the tracking URI is a running server", key="tracking.uri", remedy="Open it in a browser.")
+        raise ConfigError(
+            "the tracking URI points to a running server", key="tracking.uri", remedy="Open it in a browser."
+        )
     base = f"http://{host}:{port}"
     check_port(host, port)
     if not _is_loopback(host):
@@ -152,7 +154,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another with --mlflow-port."
+                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another port with --mlflow-port."
             ) from None
 
 
@@ -212,8 +214,8 @@ def _wait_until_up(server: subprocess.Popen[bytes], base: str) -> None:
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise ConfigError(
-                f"mlflow server exited with status {server.returncode} before it was up at {base}",
-                remedy="See its message above.",
+                f"mlflow server exited with status {server.returncode} before it listened at {base}",
+                remedy="See the server's output above.",
             )
         try:
             with urllib.request.urlopen(f"{base}/health", timeout=2.0):

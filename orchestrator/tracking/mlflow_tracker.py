@@ -444,7 +444,7 @@ class Tracker:
         except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
             raise ServiceError(
                 f"cannot use the MLflow store {public_uri(self.uri)}: {first_line(error)}",
-                remedy=_owner_remedy(error) or "Check that it is reachable and writable, then try again.",
+                remedy=_owner_remedy(error) or "Check that the store is reachable and writable, and retry.",
             ) from error
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:

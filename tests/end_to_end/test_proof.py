@@ -111,4 +111,4 @@ def test_a_cheat_and_a_speed_that_fades_give_way_to_an_honest_candidate(tmp_path
 def test_what_cannot_be_confirmed_is_said(cheated):
     home, _ = cheated
     assert "the baseline cannot be confirmed" in run("confirm", "cheated", "baseline", home=home, code=2)
-    assert "unknown trial 't099'" in run("confirm", "cheated", "t099", home=home, code=2)
+    assert "no trial 't099'" in run("confirm", "cheated", "t099", home=home, code=2)

@@ -458,7 +458,7 @@ class PatternLog:
         try:
             self._pattern = re.compile(log.pattern or "")
         except re.error as error:
-            raise ValueError(f"the log pattern {log.pattern!r} is not a valid regular expression: {error}") from None
+            raise ValueError(f"invalid regular expression {log.pattern!r}: {error}") from None
         if not log.pattern:
             raise ValueError("the log format 'pattern' requires a pattern")
         self._num_lines = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import units
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.report import descriptions, profile_tables, tables
 from orchestrator.report.plots.charts import Plot, gallery
 from orchestrator.report.plots.style import PALETTE
@@ -104,6 +104,6 @@ def write_page(report: Report, file: Path | None) -> Path:
         write_atomically(path, [page_html(report).encode()])
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}", key="--html", remedy="Choose a file in a writable folder."
+            f"cannot write {path}: {reason_of(error)}", key="--html", remedy="Choose a file in a writable directory."
         ) from None
     return path

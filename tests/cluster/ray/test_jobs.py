@@ -299,6 +299,6 @@ def test_a_home_that_the_head_does_not_see_is_told_where_the_sweep_is_submitted(
         argv, env={**os.environ, **head.settings}, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert f"the folder {home} of the submitting host is not visible on the head" in done.stderr
+    assert f"cannot access the directory {home}" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(home.rglob("ledger.sqlite")) == []

@@ -67,7 +67,7 @@ def test_what_a_promoted_version_rests_on_is_removed_by_force_only(tmp_path):
     left_alone(tmp_path, Promoted(at_s=1e9, record=record))
     refused = run("delete", "story", "--yes", "--home", tmp_path)
     assert refused.exit_code == 2
-    assert "llama version 3 depends on the sweep" in refused.stderr
+    assert "depend on the sweep 'story': llama version 3" in refused.stderr
     assert run("delete", "story", "--yes", "--force", "--home", tmp_path).exit_code == 0
     assert Home(tmp_path).sweeps() == []
 

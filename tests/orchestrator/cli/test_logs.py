@@ -131,8 +131,8 @@ def test_logs_of_attempts_and_ranks_that_do_not_exist(tmp_path):
         (("0", "--rank", "2"), "Ranks: 0 to 1"),
         (("1",), "not been launched yet"),
         (("7",), "t000 to t001"),
-        (("best",), "nothing was measured yet"),
-        (("../0",), "unknown trial '../0'"),
+        (("best",), "nothing has been measured yet"),
+        (("../0",), "no trial '../0'"),
     ):
         result = run("logs", "story", *arguments, "--home", tmp_path)
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)

@@ -144,8 +144,8 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
 
     for arguments, words in (
         (("retry", "first", "--failed=lost"), "Choose from: crashed"),
-        (("retry", "first", "--failed"), "no trial of 'first' ended as crashed or gang_lost"),
-        (("resume", "first"), "is over (finished"),
+        (("retry", "first", "--failed"), "the sweep 'first' has no trial that ended as crashed or gang_lost"),
+        (("resume", "first"), "has ended (finished"),
         (("resume", "none"), "no sweep 'none'"),
     ):
         refused = run(*arguments, "--home", home)
@@ -203,7 +203,7 @@ def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path
     assert list(home.rglob("ledger.sqlite")) == []
     local = sweeps.write(tmp_path, "local.yaml")
     for arguments, words in (
-        (("submit", local, "--address", address), "a local cluster, which has no address"),
+        (("submit", local, "--address", address), "kind: local, which does not take an address"),
         (("submit", local, "--foreground", "--detach"), "mutually exclusive"),
     ):
         refused = run(*arguments, "--home", home)

@@ -234,4 +234,4 @@ def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):
     assert (seen.state, seen.live, seen.requests) == (result.state, {}, ())
     refused = run("logs", "first", "0", "--home", home.path)
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "simulated cluster" in refused.stderr
+    assert "its cluster is simulated" in refused.stderr

@@ -69,7 +69,7 @@ def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, actio
     assert all(trial.num_lost == 0 for trial in ended.state.trials)
     with pytest.raises(ConfigError, match="already finished"):
         steering.request_action(NAME, found, "pause")
-    with pytest.raises(ConfigError, match=r"is over \(finished"):
+    with pytest.raises(ConfigError, match=r"has ended \(finished"):
         resume(NAME, found)
 
 
@@ -140,7 +140,7 @@ def test_failed_trials_are_retried_and_only_they(tmp_path):
     first = submit_file(file, found).state
     crashed = [trial.number for trial in first.trials if trial.status == "crashed"]
     assert 0 < len(crashed) < 8
-    with pytest.raises(ConfigError, match="no trial of 'first' ended as host_oom"):
+    with pytest.raises(ConfigError, match="the sweep 'first' has no trial that ended as host_oom"):
         steering.retry(NAME, found, ["host_oom"])
     answer = steering.retry(NAME, found, ["crashed", "timed_out"])
     assert (answer.trials, answer.state) == (tuple(crashed), "running")

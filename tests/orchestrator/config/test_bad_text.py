@@ -26,7 +26,7 @@ def test_a_duplicate_key_is_refused_at_every_level(tmp_path, path):
     error = refusal(tmp_path, text)
     assert error.line == last + 1
     assert error.key == dotted(path)
-    assert error.message == f"duplicate key, first on line {here + 1}"
+    assert error.message == f"duplicate key; first set on line {here + 1}"
 
 
 def _key_paths(lines):
@@ -41,8 +41,8 @@ def _key_paths(lines):
 @pytest.mark.parametrize(
     ("content", "line", "words"),
     [
-        ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
-        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number with 5002 characters is too large"),
+        ("name: x\nspace: " + "[" * 5000, 1, "levels deep"),
+        ("name: x\nseed: 0x" + "f" * 5000, 2, "the number is too large (5002 digits)"),
         (bytes(range(256)) * 50, None, ""),
         ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),
     ],
@@ -61,9 +61,9 @@ def test_plain_aliases_work(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "a\0b"])
 def test_a_file_that_cannot_be_opened(tmp_path, name):
-    with pytest.raises(ConfigError, match="cannot be read") as caught:
+    with pytest.raises(ConfigError, match="cannot read") as caught:
         load_sweep(tmp_path / name)
-    assert caught.value.file == str(tmp_path / name)
+    assert str(tmp_path / name) in caught.value.message
 
 
 def test_an_error_in_the_model_file_names_that_file(tmp_path):
@@ -189,7 +189,7 @@ def test_more_class_folders_than_classes_are_refused_at_once(tmp_path):
     )
     assert (error.key, error.message) == (
         "workload.model.num_classes",
-        f"2 classes, but {tmp_path / 'images'} has 3 class folders",
+        f"the model has 2 classes, but {str(tmp_path / 'images')!r} has 3 class directories",
     )
     assert error.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("    num_classes: 2") + 1
     assert "num_classes: 3" in error.remedy
@@ -201,5 +201,5 @@ def test_data_and_programs_of_another_host_are_not_looked_for_on_this_one(tmp_pa
     content = changed(changed(content, ("gate", "command"), ["their-program"]), ("cluster",), {"kind": "ray"})
     file = write(tmp_path, content)
     assert load_sweep(file, address="10.0.0.1:6379").workload.data.path == "/data/elsewhere"
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         load_sweep(file)

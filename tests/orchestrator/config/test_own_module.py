@@ -54,12 +54,15 @@ def test_what_cannot_be_split_is_rejected_with_its_reason(tmp_path: Path) -> Non
     [
         (
             {"model": "python_model"},
-            "workload.model: expected module:function, got 'python_model'. Use a form like my_model:build",
+            "workload.model: expected MODULE:FUNCTION, got 'python_model'. For example: my_model:build",
         ),
-        ({"loss": "trials:loss"}, "workload.loss: your module must not be called 'trials'"),
-        ({"tensor_parallel": {"blocks.*.up": "columns"}}, "workload.tensor_parallel.blocks.*.up: expected 'colwise'"),
+        ({"loss": "trials:loss"}, "workload.loss: your module cannot be called 'trials'"),
+        (
+            {"tensor_parallel": {"blocks.*.up": "columns"}},
+            "workload.tensor_parallel.blocks.*.up: invalid value 'columns'; expected one of 'colwise'",
+        ),
         ({"layer": "blocks"}, "workload.layer: unknown key. Did you mean 'layers'?"),
-        ({"cwd": "/no/such/folder", "counted": None}, "workload.cwd: folder /no/such/folder does not exist"),
+        ({"cwd": "/no/such/folder", "counted": None}, "workload.cwd: directory '/no/such/folder' does not exist"),
     ],
 )
 def test_faults_are_told_at_their_key(changes: dict[str, object], words: str, tmp_path: Path) -> None:
@@ -125,8 +128,8 @@ def test_a_decoder_of_transformers_is_read_from_its_configuration(tmp_path: Path
     ("config", "words"),
     [
         ("absent.json", "workload.model.config:"),
-        ({"hidden_size": 8}, "workload.model.config: no 'model_type'"),
-        ({"model_type": "llama"}, "workload.model.config: vocab_size is None"),
+        ({"hidden_size": 8}, "workload.model.config: the file has no 'model_type'"),
+        ({"model_type": "llama"}, "workload.model.config: expected an integer vocab_size"),
     ],
 )
 def test_faults_of_a_configuration_are_told_at_its_key(config: object, words: str, tmp_path: Path) -> None:

@@ -75,25 +75,25 @@ def test_a_stored_sweep_keeps_what_was_read_and_another_content_is_another_sweep
 
 
 BAD = {
-    "text": ({"workload.run": "python train.py --bs '4 5'"}, "workload.run", 'Write [python, train.py, --bs, "4 5"]'),
-    "truth": ({"workload.run.1": True}, "workload.run.1", "Quote the value"),
+    "text": ({"workload.run": "python train.py --bs '4 5'"}, "workload.run", 'Use [python, train.py, --bs, "4 5"]'),
+    "truth": ({"workload.run.1": True}, "workload.run.1", "in quotes"),
     "typo": ({"workload.run.3": "{micro_batchsize}"}, "workload.run.3", "Did you mean '{micro_batch_size}'?"),
-    "launcher": ({"workload.run": ["torchrun", "train.py"]}, "workload.run", "Write run: [python, train.py]"),
+    "launcher": ({"workload.run": ["torchrun", "train.py"]}, "workload.run", "Use run: [python, train.py]"),
     "cwd": ({"workload.cwd": "gone"}, "workload.cwd", "relative to the sweep file"),
     "script": ({"workload.run.1": "gone.py"}, "workload.run.1", "relative to cwd"),
-    "program": ({"workload.run.0": "no-such-program"}, "workload.run.0", "Install it"),
+    "program": ({"workload.run.0": "no-such-program"}, "workload.run.0", "Install the program"),
     "file": ({"workload.files": {"config": "gone.json"}}, "workload.files.config", "relative to cwd"),
     "recipe": ({"workload.recipe": "megatorn"}, "workload.recipe", "megatron"),
     "pattern": ({"workload.metrics": {"log": "(?P<step>"}}, "workload.metrics.log", "backslash"),
     "no step": ({"workload.metrics": {"log": "(?P<loss>.*)"}}, "workload.metrics.log", "(?P<step>"),
     "group": ({"workload.metrics": {"log": "(?P<step>.*)(?P<x>.*)"}}, "workload.metrics.log", "Allowed groups: step"),
     "secret": ({"workload.env": {"HF_TOKEN": "abc"}}, "workload.env.HF_TOKEN", "environment"),
-    "batch": ({"workload.global_batch_size": None}, "workload.global_batch_size", "Add it"),
-    "tokens": ({"workload.tokens_per_step": 100}, "workload.tokens_per_step", "Use a multiple"),
+    "batch": ({"workload.global_batch_size": None}, "workload.global_batch_size", "Set the number of samples"),
+    "tokens": ({"workload.tokens_per_step": 100}, "workload.tokens_per_step", "Set a multiple"),
     "devices": ({"cluster.devices_per_node": None}, "cluster.devices_per_node", "dp_replicate"),
-    "untold": ({"space.tp": [1, 2]}, "space.tp", "Put {tp} into workload.run"),
+    "untold": ({"space.tp": [1, 2]}, "space.tp", "Put {tp} in workload.run"),
     "layers": ({"workload.run.5": "{pp}", "space.pp": [1, 2], "baseline.pp": 1}, "workload.num_layers", "num_layers"),
-    "today": ({"baseline": "from_run"}, "baseline.micro_batch_size", "value used today"),
+    "today": ({"baseline": "from_run"}, "baseline.micro_batch_size", "value that you use today"),
     "virtual": ({"cluster.kind": "simulated", "cluster.simulation": {"accelerator": "h100"}}, "cluster", ""),
     "ours": ({"space.own": {"tp": [1, 2]}}, "space.own.tp", "rename"),
     "own name": ({"space.own": {"two words": [1, 2]}}, "space.own.two words", "--flag"),
@@ -103,20 +103,20 @@ BAD = {
         {"workload.run": ["python", "train.py", "--bs={micro_batch_size}"], "space.own": {"--bs": [4, 8]}},
         "space.own.--bs", "Remove --bs",
     ),
-    "own nothing": ({"space.own": {"--x": None}}, "space.own.--x", "keep its current value"),
+    "own nothing": ({"space.own": {"--x": None}}, "space.own.--x", "keep a knob's current value"),
     "condition": (
-        {"space.own": {"--a": {"values": [1, 2], "when": {"--b": 1}}}}, "space.own.--a.when", "Defined: "
+        {"space.own": {"--a": {"values": [1, 2], "when": {"--b": 1}}}}, "space.own.--a.when", "Defined knobs: "
     ),
     "circle": (
         {"space.own": {"--a": {"values": [1], "when": {"--b": 1}}, "--b": {"values": [1], "when": {"--a": 1}}}},
         "space.own.--a.when",
-        "Remove a condition",
+        "Remove one of them",
     ),
-    "inside value": ({"space.inside": {"precision": "O2"}}, "space.inside.precision", "Use O0 or O1"),
-    "inside layers": ({"space.inside": {"recompute": {"full": 3}}}, "space.inside.recompute", "none or full"),
-    "inside format": ({"space.inside": {"memory_format": ["auto"]}}, "space.inside.memory_format", "nchw or nhwc"),
+    "inside value": ({"space.inside": {"precision": "O2"}}, "space.inside.precision", "Use 'O0' or 'O1'"),
+    "inside layers": ({"space.inside": {"recompute": {"full": 3}}}, "space.inside.recompute", "'none' or 'full'"),
+    "inside format": ({"space.inside": {"memory_format": ["auto"]}}, "space.inside.memory_format", "'nchw' or 'nhwc'"),
     "inside key": ({"space.inside": {"num_worker": 2}}, "space.inside.num_worker", "num_workers"),
-    "inside field": ({"space.inside": {"training_arguments": {"b f": 1}}}, "space.inside", "Python name"),
+    "inside field": ({"space.inside": {"training_arguments": {"b f": 1}}}, "space.inside", "the field in Python"),
     "inside twice": ({"space.inside": {"num_workers": 2}, "workload.run.5": "{num_workers}", "baseline.num_workers": 0},
                      "space.inside.num_workers", "one of the two"),
     "inside and space": ({"space.inside": {"compile": "model"}, "space.compile": "model"},
@@ -124,18 +124,18 @@ BAD = {
     "inside batch twice": (
         {"space.inside": {"micro_batch_size": 2, "training_arguments": {"gradient_accumulation_steps": 2}},
          "space.micro_batch_size": None, "workload.run.3": "8"},
-        "space.inside.training_arguments.gradient_accumulation_steps", "Remove this key",
+        "space.inside.training_arguments.gradient_accumulation_steps", "Remove the key",
     ),
     "inside unhooked": ({"space.inside": {"num_workers": 2}, "workload.metrics": {"hook": False}},
-                        "space.inside", "Remove workload.metrics.hook"),
+                        "space.inside", "Set workload.metrics.hook to true"),
     "inside file": ({"space.inside": {"num_workers": 2}, "workload.files": {"inside": "config.json"}},
-                    "workload.files.inside", "Rename this file"),
+                    "workload.files.inside", "Use another name for the file"),
     "inside of ours": ({"space.own": {"inside:ddp_bucket_mb": 2}}, "space.own.inside:ddp_bucket_mb", "workload.files"),
     "a setting of the framework": (
         {"workload": {"recipe": "transformers", "run": ["python", "train.py", "--per_device_train_batch_size=4",
                                                         "--output_dir=x"]},
          "space": {"inside": {"num_workers": 2}}, "baseline": "from_run"},
-        "space.inside.num_workers", "Move it to space.num_workers",
+        "space.inside.num_workers", "Move the knob to space.num_workers",
     ),
 }  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_the_split_that_the_remedy_shows_is_the_shells(tmp_path):
     text = """python train.py --name 'a "b"' --path /x/y"""
     with pytest.raises(ConfigError) as caught:
         load_sweep(write(tmp_path, changed({"workload.run": text})))
-    shown = caught.value.remedy.removeprefix("Write ").removesuffix(".")
+    shown = caught.value.remedy.removeprefix("Use ").partition(";")[0]
     assert yaml.safe_load(shown) == shlex.split(text)
 
 

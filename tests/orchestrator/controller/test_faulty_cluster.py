@@ -266,5 +266,5 @@ def test_a_full_disk_is_waited_for_and_nothing_is_launched_or_lost_meanwhile(tmp
 def test_a_disk_that_stays_full_ends_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "is_disk_full", lambda _: True)
     monkeypatch.setattr(runtime, "SPACE_S", 0.0)
-    with pytest.raises(DiskFullError, match="Free some space, then submit again"):
+    with pytest.raises(DiskFullError, match="Free some space, then resubmit"):
         small_run(tmp_path)

@@ -115,7 +115,7 @@ def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
     machine = machine_here(2)
     assert draft_script(script, machine, folder=folder).global_batch_size == 32
     assert draft_script(script, machine, folder=folder, global_batch_size=32).global_batch_size == 32
-    with pytest.raises(ConfigError, match="uses 32 samples, not 7"):
+    with pytest.raises(ConfigError, match="uses 32 samples per optimiser step, not 7"):
         draft_script(script, machine, folder=folder, global_batch_size=7)
 
 

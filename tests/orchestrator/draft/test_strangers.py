@@ -165,7 +165,11 @@ def test_a_shell_script_of_one_command_is_that_command(folder):
     assert written["workload"]["run"][1:] == ["train.py", "--bs", "{micro_batch_size}", "--accum", "{accumulation}"]
     assert written["workload"]["env"] == {"OMP_NUM_THREADS": "1"}
     assert written["workload"]["global_batch_size"] == 16
-    for text, reason in {"a\nb\n": "2 commands", "a | b\n": "needs a shell", "x $UNSET\n": "needs a shell"}.items():
+    for text, reason in {
+        "a\nb\n": "found 2",
+        "a | b\n": "can only be run by a shell",
+        "x $UNSET\n": "can only be run by a shell",
+    }.items():
         (folder / "run.sh").write_text(text)
         result = CliRunner().invoke(main, ["init", "--force", "--no-run", "--", "bash", "run.sh"])
         assert result.exit_code == 2

@@ -27,7 +27,7 @@ def test_a_change_is_read_back_and_the_rest_stays(tree, keys, value, file):
     for key in keys[:-1]:
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
-            with pytest.raises(ConfigError, match=r"f\.(json|yaml|toml): .*its parent is a value"):
+            with pytest.raises(ConfigError, match=r"f\.(json|yaml|toml): .*the parent key is a value"):
                 edited(text, file, {".".join(keys): value})
             return
     place[keys[-1]] = value
@@ -152,9 +152,9 @@ def test_json_may_have_comments_and_keys_with_dots():
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("a.json", '{"a": 1,\n b}', r"a\.json:2: not JSON"),
-        ("a.yaml", "a: 1\nb: [", r"a\.yaml:\d: not YAML"),
-        ("a.toml", "a = \n", r"a\.toml: not TOML"),
+        ("a.json", '{"a": 1,\n b}', r"a\.json:2: invalid JSON"),
+        ("a.yaml", "a: 1\nb: [", r"a\.yaml:\d: invalid YAML"),
+        ("a.toml", "a = \n", r"a\.toml: invalid TOML"),
     ],
 )
 def test_what_cannot_be_read_says_where(file, text, message):

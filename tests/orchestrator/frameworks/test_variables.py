@@ -38,13 +38,13 @@ def load(tmp_path, env):
 @pytest.mark.parametrize(
     ("env", "key", "words"),
     [
-        ({"RANK": "0"}, "cluster.env.RANK", "the launcher of the ranks sets"),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "0"}, "cluster.env.ASCEND_RT_VISIBLE_DEVICES", "the placement of ranks sets"),
+        ({"RANK": "0"}, "cluster.env.RANK", "is set by the launcher of the ranks"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0"}, "cluster.env.ASCEND_RT_VISIBLE_DEVICES", "by the placement of ranks"),
         ({"TUNE_CLUSTER_RENDEZVOUS": "x"}, "cluster.env.TUNE_CLUSTER_RENDEZVOUS", "tune-cluster or torchrun"),
-        ({"A-B": "1"}, "cluster.env.A-B", "not a valid name of an environment variable"),
-        ({"A": [1]}, "cluster.env.A", "expected text or a number"),
-        ({"MY_TOKEN": "abcdefgh"}, "cluster.env.MY_TOKEN", "secrets do not belong here"),
-        ({"AWS_SECRET_ACCESS_KEY": "abcdefgh"}, "cluster.env.AWS_SECRET_ACCESS_KEY", "secrets do not belong here"),
+        ({"A-B": "1"}, "cluster.env.A-B", "not a valid environment variable name"),
+        ({"A": [1]}, "cluster.env.A", "expected a string or a number"),
+        ({"MY_TOKEN": "abcdefgh"}, "cluster.env.MY_TOKEN", "must not contain secrets"),
+        ({"AWS_SECRET_ACCESS_KEY": "abcdefgh"}, "cluster.env.AWS_SECRET_ACCESS_KEY", "must not contain secrets"),
     ],
 )
 def test_what_may_not_be_set_is_refused_with_its_line(tmp_path, env, key, words):

@@ -71,7 +71,7 @@ def test_ports_that_were_asked_for_are_not_changed(home):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         refused = run("ui", "busy", "--page-only", "--port", taken.getsockname()[1], "--home", home.path)
-    assert refused.exit_code == 2 and "Choose another with --port" in refused.stderr
+    assert refused.exit_code == 2 and "Choose another port with --port" in refused.stderr
 
 
 def test_links_lead_to_the_server_that_shows_the_store(home):

@@ -330,8 +330,8 @@ def test_payload_holds_no_secret_of_a_failing_trial(
     ("data", "word"),
     [
         ({"webhook_env": "https://hooks.example/T0/abc"}, "name of the environment variable"),
-        ({"webhook_env": "MY_URL"}, "must look like"),
-        ({"webhook_env": "A_WEBHOOK", "webhook_file": "x"}, "both set"),
+        ({"webhook_env": "MY_URL"}, "does not look like"),
+        ({"webhook_env": "A_WEBHOOK", "webhook_file": "x"}, "mutually exclusive"),
         ({"on": ["finished"]}, "no receiver"),
         ({"command": []}, "at least 1"),
         ({"command": "mail me"}, "list"),

@@ -137,7 +137,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     ),
     "files deleted": (
         lambda at: shutil.rmtree(at.recipe("2").parent),
-        dict.fromkeys(("diff", "rollback"), "version 2 cannot be read"),
+        dict.fromkeys(("diff", "rollback"), "cannot read llama version 2"),
     ),
     "version in production deleted": (
         lambda at: at.client.delete_model_version(NAME, "3"),
@@ -180,7 +180,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     ),
     "record in the middle purged": (
         lambda at: at.purge(2),
-        {"diff": "version 2 cannot be read", "rollback": "version 2"},
+        {"diff": "cannot read llama version 2", "rollback": "version 2"},
     ),
     "action of a record": (lambda at: at.tag_record("tc.action", "bless"), {}),
     "number of a record": (lambda at: at.tag_record("tc.number", "x"), {}),
@@ -228,7 +228,7 @@ def test_a_simulated_configuration_is_a_candidate_at_most(tmp_path: Path) -> Non
     releases.promote(NAME, manifest(home, 2))
     simulate(home)
     for options in ({}, {"force": True}, {"force": True, "trial": "2"}):
-        with pytest.raises(ConfigError, match="simulated: nothing was measured; it cannot be promoted"):
+        with pytest.raises(ConfigError, match="simulated: nothing was measured, so it cannot be promoted"):
             commands.promote(NAME, home, sweep="simulated", **options)
     done = commands.promote(NAME, home, sweep="simulated", is_candidate=True)
     assert (done["version"], done["alias"], done["is_new"]) == ("2", "candidate", True)

@@ -74,8 +74,8 @@ def test_what_cannot_be_done_is_said(tmp_path: Path):
         ("rollback", "llama", "--to", "7"): "llama has no version 7",
         ("history", "other"): "nothing has been promoted as other",
         ("show", "llama@7"): "the registry has no llama@7",
-        ("diff", "llama", "story:40"): "unknown trial '40'",
-        ("verify", "llama"): "has no sweep file",
+        ("diff", "llama", "story:40"): "no trial '40'",
+        ("verify", "llama"): "was not promoted from a sweep file",
     }.items():
         done = run(*words, *home)
         assert done.exit_code == 2 and part in done.stderr, done.output

@@ -174,9 +174,9 @@ def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"trial": "3"}, "t003 of story was not measured (out of memory: rank 0 on host: boom)"),
-        ({"trial": "4"}, "t004 of story is a check of t000"),
-        ({"trial": "40"}, "unknown trial '40'"),
+        ({"trial": "3"}, "trial t003 in the sweep 'story' was not measured (out of memory: rank 0 on host: boom)"),
+        ({"trial": "4"}, "trial t004 is only a check of t000"),
+        ({"trial": "40"}, "no trial '40'"),
         ({"name": "team/llama"}, "'team/llama'"),
         ({"name": "Llama"}, "'Llama'"),
         ({"name": ""}, "''"),

@@ -216,7 +216,7 @@ def _fields(model: LlamaModel) -> dict[str, int]:
 def test_what_cannot_be_measured_again_is_said(tmp_path: Path):
     own = proven_home(tmp_path)
     Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
-    with pytest.raises(ConfigError, match="has no sweep file"):
+    with pytest.raises(ConfigError, match="was not promoted from a sweep file"):
         verify("llama", own, Quiet())
     for reference in ("llama@7", "other", "llama@nowhere"):
         with pytest.raises(ConfigError, match="the registry has no"):

@@ -171,7 +171,7 @@ BAD = {
     ),
     "tokens": (
         {"unit": "tokens/s"},
-        "search.learn_from.unit: the tokens of a sample are unknown",
+        "search.learn_from.unit: the number of tokens per sample is unknown",
         "workload.seq_length",
     ),
     "unit": ({"unit": "mph"}, "search.learn_from.unit", "tokens/s"),
@@ -203,7 +203,7 @@ def test_an_unreachable_store_is_not_ignored(tmp_path, store):
 
 
 def test_other_samplers_refuse_it(tmp_path, store):
-    with pytest.raises(ConfigError, match="the sampler random does not support it"):
+    with pytest.raises(ConfigError, match="random does not support this"):
         load_sweep(write(tmp_path, changed(content(tmp_path, store), ("search", "sampler"), "random")))
 
 

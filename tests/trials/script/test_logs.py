@@ -113,7 +113,7 @@ def test_patterns_have_named_groups():
     found = records("pattern", pattern=NANO)
     assert [record.step for record in found] == list(range(10))
     assert found[1].values == {"loss": LogValue(5.6292, 1e-4), "step_time_s": LogValue(0.05788, pytest.approx(1e-5))}
-    with pytest.raises(ValueError, match="not a valid regular expression"):
+    with pytest.raises(ValueError, match="invalid regular expression"):
         make_parser(LogFormat(name="pattern", pattern="("))
 
 
