@@ -638,6 +638,13 @@ def _dynamic(workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+def _fused(workload: Workload, candidate: Candidate) -> str | None:
+    model, fused = workload.model, candidate.kernels.fused
+    if fused == "liger" and not isinstance(model, HuggingFaceModel):
+        return f"fused liger requires a decoder of transformers, not model kind {model.kind}; use fused auto or torch"
+    return None
+
+
 def _at_most(counts: Counts, limits: Counts) -> bool:
     pairs = zip(counts, limits, strict=True)
     return all(0 <= n <= limit for row, most in pairs for n, limit in zip(row, most, strict=True))
@@ -665,6 +672,7 @@ CANDIDATE_RULES = make_rules(
     ("loss-chunks-with-lists", "precision kernels.loss_chunks", _loss_chunks_with_lists),
     ("cudnn-range", "kernels.cudnn_tuning_range", _cudnn_range),
     ("memory-format", "layout.pp kernels.memory_format", _memory_format),
+    ("fused", "kernels.fused", _fused),
     ("amp-level", "precision", _amp_level),
     ("loss-scale", "precision", _loss_scale),
     ("amp-lists", "precision", _amp_lists),

@@ -559,6 +559,8 @@ class Kernels:
     dynamic: bool = field(default=False, metadata=ADDED_LATER)
     """Whether one graph serves inputs of all lengths, instead of one graph per length."""
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    fused: Literal["auto", "torch", "liger"] = field(default="auto", metadata=ADDED_LATER)
+    """Library of the fused operators that replace those of an imported module. ``auto``: none, the module's own."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""
     cudnn_tuning_range: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overl
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
     NO_LATENT,
+    OWN_KERNELS,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -640,8 +641,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.backend", "MindSpore has its own compiler"),
     lacking("kernels.compile_mode", "MindSpore has its own compiler; its levels are context.jit_config.jit_level"),
     lacking("kernels.matmul_precision", "the precision of fp32 multiplications is the default of the device"),
-    lacking("kernels.cudnn_tuning_range", "no convolutions"),
-    lacking("kernels.memory_format", "no convolutions"),
+    *OWN_KERNELS,
     *VARYING_LENGTHS,
     *memory_savers(),
 )

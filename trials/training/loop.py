@@ -29,7 +29,7 @@ from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
 from trials.lengths import num_tokens
-from trials.models import Loss, TrainModel, build_model, loss_of
+from trials.models import FusedMeter, ImportedModel, Loss, TrainModel, build_model, loss_of, merged
 from trials.models.built_in import Llama
 from trials.models.experts import ExpertBalance, routers_in
 from trials.offload import OffloadMeter, apply_activation_offload
@@ -240,6 +240,7 @@ class Trainer:
         return Findings(
             recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
             autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
+            fused=merged(part.fused_meter.operators(num_steps) for part in self.parts),
             loss_scale=None if self.scaler is None else self.scaler.state(),
             experts=() if self.balance is None else self.balance.loads(self._rank),
         )
@@ -731,6 +732,7 @@ class ModelPart:
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
+    fused_meter: FusedMeter
     offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
@@ -758,7 +760,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     """
     candidate = spec.candidate
     layout = candidate.layout
-    model = build_model(spec.workload, chunk)
+    model = build_model(spec.workload, chunk, candidate.kernels.fused)
     store(model, candidate.precision, sharded=uses_fsdp(layout), is_whole=layout.pp == 1)
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
@@ -794,6 +796,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         shard_map=shard_map,
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
+        fused_meter=model.fused_meter if isinstance(model, ImportedModel) else FusedMeter(),
         offload_meter=offload_meter,
     )
 
