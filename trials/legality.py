@@ -192,14 +192,26 @@ def _zero1_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
-def _copies(_workload: Workload, candidate: Candidate) -> str | None:
+def _copies(workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.num_copies == 1:
         return None
     if layout.tp == 1 or layout.tp_engine != "local":
         return "num_copies 2 hides tensor-parallel collectives: it requires tp above 1 and tp_engine local or auto"
-    if candidate.micro_batch_size % 2:
-        return f"num_copies 2 halves the micro-batch: micro_batch_size {candidate.micro_batch_size} is odd"
+    return _copies_of_positions(workload, candidate) if candidate.splits_positions else None
+
+
+def _copies_of_positions(workload: Workload, candidate: Candidate) -> str | None:
+    """The halves of the positions attend to each other, and every rank holds equal parts of both."""
+    layout = candidate.layout
+    size = f"num_copies 2 with the odd micro_batch_size {candidate.micro_batch_size} splits the positions"
+    if layout.cp > 1:
+        return f"{size}: use cp 1, or an even micro_batch_size"
+    if candidate.loader.batching == "buckets":
+        return f"{size}: use batching padding, or an even micro_batch_size"
+    parts = 2 * (layout.tp if layout.sequence_parallel else 1)
+    if workload.seq_length % parts:
+        return f"{size}: seq_length {workload.seq_length} is not divisible by {parts}"
     return None
 
 
@@ -362,7 +374,7 @@ LAYOUT_RULES = make_rules(
     ("ddp-with-tp", "layout", _ddp_with_tp),
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
-    ("copies", "layout micro_batch_size", _copies),
+    ("copies", "layout micro_batch_size loader.batching", _copies),
     ("experts", "layout precision.level", _experts_layout),
     ("expert-parallel", "layout", _expert_parallel),
     ("latent-attention", "layout.tp layout.tp_engine precision", _latent_attention),
@@ -626,6 +638,13 @@ def _dynamic(workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
+def _fused(workload: Workload, candidate: Candidate) -> str | None:
+    model, fused = workload.model, candidate.kernels.fused
+    if fused == "liger" and not isinstance(model, HuggingFaceModel):
+        return f"fused liger requires a decoder of transformers, not model kind {model.kind}; use fused auto or torch"
+    return None
+
+
 def _at_most(counts: Counts, limits: Counts) -> bool:
     pairs = zip(counts, limits, strict=True)
     return all(0 <= n <= limit for row, most in pairs for n, limit in zip(row, most, strict=True))
@@ -653,6 +672,7 @@ CANDIDATE_RULES = make_rules(
     ("loss-chunks-with-lists", "precision kernels.loss_chunks", _loss_chunks_with_lists),
     ("cudnn-range", "kernels.cudnn_tuning_range", _cudnn_range),
     ("memory-format", "layout.pp kernels.memory_format", _memory_format),
+    ("fused", "kernels.fused", _fused),
     ("amp-level", "precision", _amp_level),
     ("loss-scale", "precision", _loss_scale),
     ("amp-lists", "precision", _amp_lists),

@@ -562,6 +562,19 @@ class OperatorCast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FusedOperator:
+    """A fused operator that replaces the model's own."""
+
+    name: str
+    """``norm``, ``gate`` or ``rotary``."""
+    library: str
+    num_places: int
+    """Modules of the whole model, or functions, that it replaces."""
+    num_calls: int
+    """Calls per step on a rank, without those of compiled graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleState:
     """The loss scale and its counters after the last step."""
 
@@ -689,6 +702,7 @@ class Findings:
 
     recompute: tuple[PatternEffect, ...] = ()
     autocast: tuple[OperatorCast, ...] = ()
+    fused: tuple[FusedOperator, ...] = ()
     loss_scale: LossScaleState | None = None
     graph: GraphReport | None = None
     loader: LoaderTuningReport | None = None

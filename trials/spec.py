@@ -404,7 +404,8 @@ class Layout:
     """When ZeRO stages 2 and 3 reduce the gradients of a step. ``each``: after every micro-batch, so that a rank keeps
     only its shard. ``last``: after the last one, which sends less but keeps whole gradients until then."""
     num_copies: Literal[1, 2] = 1
-    """2 runs each micro-batch as two halves, so that one half's collectives overlap the other's computation."""
+    """2 runs each micro-batch as two halves, so that one half's collectives overlap the other's computation. An odd
+    number of sequences is split by positions (:attr:`Candidate.splits_positions`)."""
     cp_method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     """How attention gets the rest of a sequence. ``all_gather``: gather the keys and values of all ranks first.
     ``ulysses``: exchange heads for positions. ``ring``: pass keys and values from rank to rank during the computation
@@ -558,6 +559,8 @@ class Kernels:
     dynamic: bool = field(default=False, metadata=ADDED_LATER)
     """Whether one graph serves inputs of all lengths, instead of one graph per length."""
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    fused: Literal["auto", "torch", "liger"] = field(default="auto", metadata=ADDED_LATER)
+    """Library of the fused operators that replace those of an imported module. ``auto``: none, the module's own."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""
     cudnn_tuning_range: tuple[int, ...] = ()
@@ -607,6 +610,11 @@ class Candidate:
     def config_key(self) -> str:
         """SHA-256 of the canonical JSON: equal candidates have equal keys."""
         return _config_key(self)
+
+    @property
+    def splits_positions(self) -> bool:
+        """Whether the two halves of a micro-batch are halves of the positions instead of the sequences."""
+        return self.layout.num_copies > 1 and self.micro_batch_size % 2 == 1
 
     def num_microbatches(self, global_batch_size: int) -> int:
         """Micro-batches per optimiser step on each data-parallel rank (gradient accumulation steps)."""

@@ -46,7 +46,7 @@ from trials.files import from_json, to_json, write_json
 from trials.kernels import CompileBeats, KernelTuner, compilations, forget_compilations, graph_report, kernel_settings
 from trials.legality import check
 from trials.lengths import num_tokens
-from trials.models import import_code, own_folder
+from trials.models import check_liger, import_code, own_folder
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, connect, process_group
 from trials.precision import check_device, check_float8
@@ -86,6 +86,8 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     check_device(trial.candidate.precision, device)
     if trial.candidate.precision.is_fp8:
         check_float8(trial.candidate.precision, device)
+    if trial.candidate.kernels.fused == "liger":
+        check_liger(trial.device)
     beats = CompileBeats(progress)
     with (
         expected_warnings(),

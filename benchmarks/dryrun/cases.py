@@ -71,6 +71,9 @@ FAMILIES: dict[str, TrialSpec] = {
     "TP2 DTensor, sequence parallel": _small(tp=2, sequence_parallel=True),
     "TP2 local": _small(tp=2, tp_engine="local"),
     "TP2 local, sequence parallel": _small(tp=2, tp_engine="local", sequence_parallel=True),
+    "TP2 local, sequence parallel, copies of positions": _small(
+        1, tp=2, tp_engine="local", sequence_parallel=True, num_copies=2
+    ),
     "CP2 all-gather": _small(cp=2),
     "CP2 Ulysses": _small(cp=2, cp_method="ulysses"),
     "CP2 ring": _small(cp=2, cp_method="ring"),

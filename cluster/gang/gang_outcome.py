@@ -63,7 +63,7 @@ from trials.outcome import (
     TimedOut,
     contradicted,
 )
-from trials.reports import ExpertLoad, Findings, GraphReport, OperatorCast, PatternEffect, merge_scripts
+from trials.reports import ExpertLoad, Findings, FusedOperator, GraphReport, OperatorCast, PatternEffect, merge_scripts
 from trials.secrets import redact
 
 # ---- Whether the reports of a gang's ranks can be true
@@ -527,6 +527,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
     return Findings(
         recompute=_largest_effects(findings.recompute for findings in ranks),
         autocast=_largest_casts(findings.autocast for findings in ranks),
+        fused=_most_fused(findings.fused for findings in ranks),
         loss_scale=_first(findings.loss_scale for findings in ranks),
         graph=_merge_graphs([findings.graph for findings in ranks if findings.graph is not None]),
         loader=_first(findings.loader for findings in ranks),
@@ -594,6 +595,15 @@ def _largest_casts(ranks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCas
         for key, num_calls in own.items():
             largest[key] = max(largest.get(key, 0), num_calls)
     return tuple(OperatorCast(name=name, list=list_, num_calls=n) for (name, list_), n in largest.items())
+
+
+def _most_fused(ranks: Iterable[Iterable[FusedOperator]]) -> tuple[FusedOperator, ...]:
+    """Return each operator of the rank that calls it most."""
+    most: dict[tuple[str, str], FusedOperator] = {}
+    for operator in itertools.chain.from_iterable(ranks):
+        key = operator.name, operator.library
+        most[key] = max(most.get(key, operator), operator, key=lambda one: (one.num_calls, one.num_places))
+    return tuple(most.values())
 
 
 def _first(values: Iterable[T | None]) -> T | None:

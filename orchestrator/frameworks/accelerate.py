@@ -102,6 +102,7 @@ _WRAP = tuple(
     )
 )
 _RESHARD, _RECOMPUTE = f"{_FSDP}reshard_after_forward", f"{_FSDP}activation_checkpointing"
+_LIGER = f"{ARGUMENTS}:use_liger_kernel"
 _PLAIN_RECOMPUTE = f"{ARGUMENTS}:activation_checkpointing"
 _SYNC_EACH = f"{ARGUMENTS}:accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _BATCH, _ACCUMULATION = f"{ARGUMENTS}:per_device_train_batch_size", f"{ARGUMENTS}:gradient_accumulation_steps"
@@ -338,6 +339,17 @@ def _read_compile(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _write_fused(builder: SettingsBuilder) -> None:
+    if builder.candidate.kernels.fused == "liger":
+        builder.settings[_LIGER] = True
+    elif builder.candidate.kernels.fused == "torch":
+        builder.warn("kernels.fused", "your script must replace the model's norms by torch.nn.functional.rms_norm")
+
+
+def _read_fused(settings: Settings) -> dict[str, Any]:
+    return {"kernels.fused": "liger" if _LIGER in settings else "auto"}
+
+
 def _write_matmul(builder: SettingsBuilder) -> None:
     """Always write TF32: the Trainer enables it itself when it compiles."""
     requested = builder.candidate.kernels.matmul_precision
@@ -394,6 +406,7 @@ _RUN: tuple[Setting, ...] = (
     ),
     custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
     *KERNELS_OF_SCRIPT,
+    custom(("kernels.fused",), (_LIGER,), _write_fused, _read_fused),
     *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP"),

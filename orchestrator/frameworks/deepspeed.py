@@ -30,6 +30,7 @@ from orchestrator.frameworks.gaps import (
     DYNAMIC_SHAPES,
     KERNELS_OF_SCRIPT,
     NO_FP32_MODULES,
+    NO_FUSED,
     REDUCES_EACH,
     TORCH_SCALER,
     WHOLE_BETWEEN,
@@ -359,6 +360,7 @@ ROWS: tuple[Setting, ...] = (
     left_to_script("kernels.backend", "your script must set it: engine.compile(backend=...)"),
     left_to_script("kernels.compile_mode", "your script must set it: engine.compile(compile_kwargs={'mode': ...})"),
     *KERNELS_OF_SCRIPT,
+    NO_FUSED,
     DYNAMIC_SHAPES,
     *memory_savers(
         activations="activation_checkpointing.cpu_checkpointing moves only activations of layers that your "

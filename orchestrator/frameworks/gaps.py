@@ -296,6 +296,16 @@ NO_EXPERT_PARALLEL = lacking(
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, if the framework has only one way, which is our default."""
 
+NO_FUSED = left_to_script("kernels.fused", "your script must replace the model's operators")
+"""Setting of formats whose script builds the model."""
+OWN_FUSED = lacking("kernels.fused", "the framework has its own model with its own fused operators")
+"""Setting of formats with a model of their own."""
+OWN_KERNELS = (
+    lacking("kernels.cudnn_tuning_range", "no convolutions"),
+    lacking("kernels.memory_format", "no convolutions"),
+    OWN_FUSED,
+)
+"""Settings of formats with a decoder of their own."""
 DYNAMIC_SHAPES = lacking("kernels.dynamic", "shapes are compiled as torch chooses; mark_dynamic in your code sets it")
 """Setting of formats without a choice between one graph per length and one for all."""
 VARYING_LENGTHS = (

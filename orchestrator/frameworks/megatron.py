@@ -18,6 +18,7 @@ from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayR
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
     NO_LATENT,
+    OWN_KERNELS,
     REDUCES_EACH,
     VARYING_LENGTHS,
     all_of,
@@ -566,8 +567,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.backend", _NO_COMPILE),
     lacking("kernels.compile_mode", _NO_COMPILE),
     lacking("kernels.matmul_precision", "call torch.set_float32_matmul_precision before training"),
-    lacking("kernels.cudnn_tuning_range", "no convolutions"),
-    lacking("kernels.memory_format", "no convolutions"),
+    *OWN_KERNELS,
     *VARYING_LENGTHS,
     *memory_savers(
         activations="--cpu-offloading-num-layers moves only the activations of Transformer Engine operators, "

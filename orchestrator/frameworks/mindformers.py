@@ -18,6 +18,7 @@ from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overl
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
     NO_LATENT,
+    OWN_KERNELS,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -55,7 +56,7 @@ DP, PP = "parallel_config.data_parallel", "parallel_config.pipeline_stage"
 TP, CP = "parallel_config.model_parallel", "parallel_config.context_parallel"
 SEQUENCE, EMBEDDING = "parallel_config.use_seq_parallel", "parallel_config.vocab_emb_dp"
 NUM_LAYERS = f"{MODEL}.num_layers"
-COPIES = "micro_batch_interleave_num"
+COPIES, TOKEN_COPIES = "micro_batch_interleave_num", f"{MODEL}.fine_grain_interleave"
 BATCH, ACCUMULATED = "runner_config.batch_size", "runner_config.gradient_accumulation_steps"
 MICRO_BATCHES = "parallel_config.micro_batch_num"
 _OPTIMIZER = "parallel.parallel_optimizer_config"
@@ -75,7 +76,7 @@ WORKERS, PREFETCH = "train_dataset.num_parallel_workers", "train_dataset.prefetc
 FULL_BATCH, STRATEGY = "parallel.full_batch", "parallel.dataset_strategy"
 FLASH = f"{MODEL}.use_flash_attention"
 DEFAULTS = {
-    **dict.fromkeys((DP, TP, PP, CP, CHUNKS, COPIES, BATCH, ACCUMULATED, MICRO_BATCHES, "seed"), 1),
+    **dict.fromkeys((DP, TP, PP, CP, CHUNKS, COPIES, TOKEN_COPIES, BATCH, ACCUMULATED, MICRO_BATCHES, "seed"), 1),
     **dict.fromkeys((FULL, SELECT, COMMUNICATION), False),
     CP_METHOD: "colossalai_cp",
     SCHEDULER: "1f1b",
@@ -274,15 +275,30 @@ def _held(offset: Any, layers: int, pp: int, chunks: int) -> Counts | None:
 
 
 def _write_micro_batch(builder: SettingsBuilder) -> None:
-    copies = builder.candidate.layout.num_copies
-    if builder.changed("layout.num_copies"):
-        builder.settings[COPIES] = copies
-    builder.settings[BATCH] = builder.candidate.micro_batch_size // copies
+    """``micro_batch_interleave_num`` splits samples, ``fine_grain_interleave`` the positions of the projections."""
+    candidate, copies = builder.candidate, builder.candidate.layout.num_copies
+    by_sample, by_token = (1, copies) if candidate.splits_positions else (copies, 1)
+    if builder.changed("layout.num_copies") or copies > 1:
+        builder.settings[COPIES] = by_sample
+    if by_token > 1 or builder.current(TOKEN_COPIES) not in (None, 1):
+        builder.settings[TOKEN_COPIES] = by_token
+    builder.settings[BATCH] = candidate.micro_batch_size // by_sample
 
 
 def _read_micro_batch(found: Found) -> dict[str, Any]:
     copies, size = found.whole("layout.num_copies", COPIES), found.whole("micro_batch_size", BATCH)
-    return {"layout.num_copies": copies, "micro_batch_size": size * copies} if size and copies else {}
+    by_token = found.whole("layout.num_copies", TOKEN_COPIES)
+    if not (size and copies and by_token):
+        return {}
+    if by_token > 1 and found.fields.get("layout.tp", 1) > 1:
+        if by_token > 2 or copies > 1 or size % 2 == 0:
+            split = f"{TOKEN_COPIES} {by_token} with {COPIES} {copies} and batch_size {size}"
+            found.unread(
+                "layout.num_copies", f"{split} has no equal: positions are split in 2, and only of an odd batch"
+            )
+            return {"micro_batch_size": size * copies}
+        return {"layout.num_copies": by_token, "micro_batch_size": size}
+    return {"layout.num_copies": copies, "micro_batch_size": size * copies}
 
 
 def _write_batch(builder: SettingsBuilder) -> None:
@@ -588,7 +604,9 @@ ROWS: tuple[Setting, ...] = (
         _write_pipeline,
         _read_pipeline,
     ),
-    row(("layout.num_copies", "micro_batch_size"), (COPIES, BATCH), _write_micro_batch, _read_micro_batch),
+    row(
+        ("layout.num_copies", "micro_batch_size"), (COPIES, TOKEN_COPIES, BATCH), _write_micro_batch, _read_micro_batch
+    ),
     row("workload.global_batch_size", (MICRO_BATCHES, ACCUMULATED), _write_batch, _read_batch),
     row(
         ("recompute.full", "recompute.selective", "recompute.communication"),
@@ -623,8 +641,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.backend", "MindSpore has its own compiler"),
     lacking("kernels.compile_mode", "MindSpore has its own compiler; its levels are context.jit_config.jit_level"),
     lacking("kernels.matmul_precision", "the precision of fp32 multiplications is the default of the device"),
-    lacking("kernels.cudnn_tuning_range", "no convolutions"),
-    lacking("kernels.memory_format", "no convolutions"),
+    *OWN_KERNELS,
     *VARYING_LENGTHS,
     *memory_savers(),
 )
@@ -759,13 +776,11 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
-    candidate, layout, shape = request.candidate, request.candidate.layout, request.reading.shape
+    layout, shape = request.candidate.layout, request.reading.shape
     if layout.pp > 1 and request.num_microbatches < layout.pp:
         edit.refuse(
             "layout.pp", f"{request.num_microbatches} micro-batches: MindFormers requires at least one per stage"
         )
-    if candidate.micro_batch_size % layout.num_copies:
-        edit.refuse("layout.num_copies", "the micro-batch is not divisible into copies")
     if _has_gap(layout.stage_layers):
         edit.refuse("layout.stage_layers", _GAP)
     if shape is None:

@@ -18,6 +18,7 @@ from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overl
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
     NO_LATENT,
+    OWN_FUSED,
     VARYING_LENGTHS,
     all_of,
     first_layers_of,
@@ -486,6 +487,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", _NO_CONVOLUTIONS),
     lacking("kernels.memory_format", _NO_CONVOLUTIONS),
+    OWN_FUSED,
     *VARYING_LENGTHS,
     *memory_savers(
         activations=offloads_inputs("offload_recompute_inputs"),

@@ -18,6 +18,7 @@ from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayR
 from orchestrator.frameworks.gaps import (
     NO_FP32_MODULES,
     NO_LATENT,
+    OWN_FUSED,
     VARYING_LENGTHS,
     all_of,
     betas,
@@ -503,6 +504,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "no memory format; Llama has no convolutions"),
+    OWN_FUSED,
     *VARYING_LENGTHS,
     *memory_savers(
         loss_chunks=option("kernels.loss_chunks", "loss.num_chunks"),

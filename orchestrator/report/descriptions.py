@@ -29,6 +29,7 @@ from trials.reports import (
     CompileCache,
     ExpertLoad,
     Findings,
+    FusedOperator,
     GraphReport,
     KernelTuningReport,
     LengthReport,
@@ -389,6 +390,7 @@ def findings_lines(findings: Findings) -> list[str]:
 def _lines(findings: Findings) -> Iterator[str]:
     yield from map(_effect, findings.recompute)
     yield from map(_cast, findings.autocast)
+    yield from (_fused(one, is_compiled=findings.graph is not None) for one in findings.fused)
     if findings.loss_scale is not None:
         yield _loss_scale(findings.loss_scale)
     if findings.graph is not None:
@@ -424,6 +426,13 @@ def _cast(cast: OperatorCast) -> str:
     if not cast.num_calls:
         return f"{cast.list} list: {cast.name} was never called"
     return f"{cast.list} list: {cast.name} ran in {to}, {cast.num_calls} calls per step"
+
+
+def _fused(operator: FusedOperator, *, is_compiled: bool) -> str:
+    name = f"fused {operator.library}: {operator.name} in {units.count(operator.num_places, 'place')} of the model"
+    if operator.num_calls:
+        return f"{name}, {units.count(operator.num_calls, 'call')} per step"
+    return f"{name}, part of compiled graphs" if is_compiled else f"{name}, but it was never called"
 
 
 def _loss_scale(state: LossScaleState) -> str:
@@ -531,6 +540,8 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
         values["num_idle_recompute_patterns"] = sum(not effect.saved_bytes for effect in findings.recompute)
     if findings.autocast:
         values["num_unmet_cast_operators"] = sum(not cast.num_calls for cast in findings.autocast)
+    if findings.fused:
+        values["num_fused_calls"] = sum(operator.num_calls for operator in findings.fused)
     if findings.loss_scale is not None:
         values["loss_scale"] = findings.loss_scale.scale
     if findings.experts:

@@ -437,6 +437,10 @@ def _attends(model: Model | None) -> bool:
     return isinstance(model, ScriptModel) or decoder_of(model) is not None
 
 
+def _is_imported(model: Model | None) -> bool:
+    return isinstance(model, UserModel)
+
+
 def _convolves(model: Model | None) -> bool:
     is_known = isinstance(model, UserModel) and model.facts.has_convolutions
     return is_known or isinstance(model, ScriptModel | ResNetModel)
@@ -809,6 +813,14 @@ KNOBS: tuple[Knob, ...] = (
         "The kernel for scaled dot-product attention. Always `auto` for models without attention.",
         Sign("attn-{NAME}", "attention kernel {NAME}", lambda c: _unless(c.kernels.attention, "auto")),
         canonical=lambda f, model: f["attention"] if _attends(model) else "auto",
+    ),
+    _knob(
+        "kernels.fused",
+        Literal["auto", "torch", "liger"],
+        "The library of fused operators in place of those of an imported module. `torch` replaces norms, `liger` "
+        "norms, gates and rotary positions, for decoders of transformers on CUDA. Always `auto` for built-in models.",
+        Sign("fused-{NAME}", "fused operators of {NAME}", lambda c: _unless(c.kernels.fused, "auto")),
+        canonical=lambda f, model: f["fused"] if _is_imported(model) else "auto",
     ),
     _knob(
         "kernels.matmul_precision",

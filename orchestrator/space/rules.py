@@ -170,6 +170,14 @@ def _amp_dtype(case: Case) -> str | None:
     return None
 
 
+def _fused_device(case: Case) -> str | None:
+    """Check that Liger's kernels, which are compiled by Triton, have CUDA devices."""
+    if case.topology is None or case.candidate.kernels.fused != "liger":
+        return None
+    kind = next((node.device_kind for node in case.topology.nodes if node.device_kind != "cuda"), None)
+    return None if kind is None else f"fused liger requires CUDA devices, not {kind}; use fused torch"
+
+
 def _slices_alone(case: Case) -> str | None:
     """Check that MIG slices do not communicate: NCCL supports only whole GPUs."""
     if case.topology is None or case.candidate.layout.world_size == 1:
@@ -186,6 +194,7 @@ RULES: tuple[Rule, ...] = (
     Rule(id="slices-alone", reads=("layout",), check=_slices_alone),
     *map(_of_runner, legality.RULES),
     Rule(id="amp-dtype", reads=("precision",), check=_amp_dtype),
+    Rule(id="fused-device", reads=("kernels.fused",), check=_fused_device),
 )
 """The fixed rules, in the order of reports."""
 

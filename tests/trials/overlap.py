@@ -38,16 +38,16 @@ class Order(TorchDispatchMode):
         return out
 
 
-def orders(layouts):
+def orders(layouts, num_sequences=4):
     """Which collectives :class:`Order` saw hidden in the forward and in the backward pass, for each layout, and whether
     all sums of the backward pass were in place."""
-    return [_orders(layout) for layout in layouts]
+    return [_orders(layout, num_sequences) for layout in layouts]
 
 
-def _orders(layout):
-    model, _ = build(layout, LAYERS)
+def _orders(layout, num_sequences):
+    model, _ = build(layout, LAYERS, num_sequences=num_sequences)
     length = SEQ_LENGTH // layout.tp if layout.sequence_parallel else SEQ_LENGTH
-    hidden = torch.ones(4, length, SHAPE.hidden_size, requires_grad=True)
+    hidden = torch.ones(num_sequences, length, SHAPE.hidden_size, requires_grad=True)
     loss, forward = _watched(lambda: model(hidden).square().mean())
     _, backward = _watched(loss.backward)
     return forward.hidden, backward.hidden, all(backward.in_place)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pkgutil
 import traceback
 import warnings
 
@@ -37,3 +39,15 @@ def _main(pipe, function, args):
     except BaseException:
         pipe.send((False, f"rank {os.environ['RANK']}: {traceback.format_exc()[-4000:]}"))
         os._exit(1)
+
+
+@contextlib.contextmanager
+def planted(owner, name, value):
+    """Replace attribute ``name`` of the module or class that ``owner`` names."""
+    owner = pkgutil.resolve_name(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

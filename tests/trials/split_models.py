@@ -17,11 +17,12 @@ from tests.trials.tiny import SHAPE
 from trials.attention import causal_attention, plan_attention
 from trials.models.built_in import Llama
 from trials.parallel.context import apply_context_parallel, split_sequence
+from trials.parallel.copies import apply_copies, interleave_positions
 from trials.parallel.mesh import ShardMap, init_parameters, plain_name
-from trials.parallel.tensor import apply_copies, apply_tensor_parallel
+from trials.parallel.tensor import apply_tensor_parallel
 from trials.recompute import apply_recompute
 from trials.sizes import Chunk
-from trials.spec import Recompute, SelectiveRecompute
+from trials.spec import Candidate, Recompute, SelectiveRecompute
 
 WHOLE = Chunk(chunk=0, stage=0, virtual_stage=0, layer_ids=tuple(range(SHAPE.num_layers)), is_first=True, is_last=True)
 SEQ_LENGTH = 16
@@ -34,18 +35,18 @@ def build(layout, chunk=WHOLE, shape=SHAPE, **options):
         model = Llama(shape, options.get("seq_length", SEQ_LENGTH), chunk)
     model.to(options.get("dtype", torch.float32))
     shard_map = ShardMap()
+    dtype = torch.bfloat16 if options.get("autocast") else options.get("dtype", torch.float32)
+    plan = plan_attention(shape, options.get("attention", "auto"), dtype, "cpu")
+    plan = dataclasses.replace(plan, expands=options.get("expands", plan.expands))
     if layout.tp * layout.cp > 1:
         mesh = init_device_mesh("cpu", (layout.cp, layout.tp), mesh_dim_names=("cp", "tp"))
         if layout.tp > 1:
             shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
         if layout.cp > 1:
-            dtype = torch.bfloat16 if options.get("autocast") else options.get("dtype", torch.float32)
-            plan = plan_attention(shape, options.get("attention", "auto"), dtype, "cpu")
-            plan = dataclasses.replace(plan, expands=options.get("expands", plan.expands))
             apply_context_parallel(model, mesh["cp"], layout, plan)
     if options.get("expands") and layout.cp == 1:
         model.attend_by(functools.partial(causal_attention, expands=True))
-    apply_copies(model, layout)
+    apply_copies(model, candidate(layout, **options), plan)
     if options.get("recompute"):
         apply_recompute(model, Recompute(full=((1,),)), chunk)
     if options.get("selective"):
@@ -61,6 +62,10 @@ def build(layout, chunk=WHOLE, shape=SHAPE, **options):
     return model, shard_map
 
 
+def candidate(layout, num_sequences=4, **_):
+    return Candidate(layout=layout, micro_batch_size=num_sequences)
+
+
 def tokens(num_sequences=4):
     generator = torch.Generator().manual_seed(5)
     drawn = torch.randint(SHAPE.vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)
@@ -73,6 +78,8 @@ def loss_and_gradients(layout, autocast=False, **options):
     model, shard_map = build(layout, autocast=autocast, **options)
     cp_rank = (dist.get_rank() // layout.tp) if layout.cp > 1 else 0
     inputs, targets = (split_sequence(t, cp_rank, layout.cp) if layout.cp > 1 else t for t in rows)
+    if candidate(layout, **options).splits_positions and layout.sequence_parallel:
+        inputs, targets = (interleave_positions(t, layout.tp) for t in rows)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
         loss = model(inputs, targets) / layout.cp
     loss.backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pkgutil
 import tempfile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from tests.trials.gang import RankFailure, differences, run_gang
 from tests.trials.initial import check_all
 from tests.trials.parity_knobs import read_rows, spec_of
+from tests.trials.ranks import planted
 from tests.trials.test_parity import NEUTRAL, name_of, tolerances
 from trials.dryrun.tracker import fake_process_group
 from trials.legality import violations
@@ -156,18 +156,6 @@ def test_split_experts_are_gathered_with_their_layer():
             assert layer._get_fsdp_state()._states_to_backward_prefetch == [unit._get_fsdp_state()]
             assert unit._get_fsdp_state()._states_to_backward_prefetch == [before._get_fsdp_state()]
             assert unit.w13.device_mesh.size() == 1 and unit.w13.shape[0] == EXPERTS.num_experts // 2
-
-
-@contextlib.contextmanager
-def planted(owner, name, value):
-    """Replace attribute ``name`` of the module or class that ``owner`` names."""
-    owner = pkgutil.resolve_name(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def no_fault(original):

@@ -11,7 +11,8 @@ import torch
 from tests.trials.gang import differences, run_gang
 from tests.trials.initial import check_all
 from tests.trials.parity_knobs import spec_of
-from tests.trials.test_experts import EXPERTS, planted, with_ep
+from tests.trials.ranks import planted
+from tests.trials.test_experts import EXPERTS, with_ep
 from tests.trials.test_parity import NEUTRAL
 from trials.legality import violations
 from trials.models.built_in import Llama, MultiHeadLatentAttention, rotary_table

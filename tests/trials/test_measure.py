@@ -248,7 +248,7 @@ class Training:
     def __init__(self, device, steps_s, losses):
         self.device = torch.device("cpu")
         self.reads_inputs = self.reads_targets = True
-        self.parts = [SimpleNamespace(recompute_meter=Meter(), cast_meter=Meter())]
+        self.parts = [SimpleNamespace(recompute_meter=Meter(), cast_meter=Meter(), fused_meter=Meter())]
         self.scaler = self.balance = None
         self.num_steps = 0
         self._on, self._steps_s, self._losses = device, steps_s, losses

@@ -15,6 +15,7 @@ from tests.support import ROOT
 from tests.trials.gang import differences, run_gang
 from tests.trials.simulated import simulated_runs
 from trials.dryrun.estimate import DryRunRequest
+from trials.reports import FusedOperator
 from trials.spec import (
     AdamW,
     Candidate,
@@ -106,6 +107,19 @@ KNOBS = {
     "replicate": {"layout": Layout(dp_replicate=2, replicate_with="fsdp2")},
     "tp": {"layout": Layout(tp=2)},
     "tp-full": {"layout": Layout(tp=2), "recompute": Recompute(full=((3,),)), "micro_batch_size": 4},
+    "fused": {"kernels": Kernels(fused="torch")},
+    "fused-zero3-O1": {
+        "layout": Layout(dp_shard=2, zero_stage=3),
+        "kernels": Kernels(fused="torch"),
+        "precision": O1,
+        "recompute": Recompute(full=((2,),)),
+    },
+    "fused-tp": {"layout": Layout(tp=2), "kernels": Kernels(fused="torch")},
+    "fused-pp-block": {
+        "layout": Layout(**PIPELINE),
+        "micro_batch_size": 2,
+        "kernels": Kernels(fused="torch", compile="block", backend="aot_eager"),
+    },
     "chunks": {"kernels": Kernels(loss_chunks=3)},
     "chunks-zero3-O2": {"layout": Layout(dp_shard=2, zero_stage=3), "kernels": Kernels(loss_chunks=4), "precision": O2},
     "chunks-model": {"kernels": Kernels(loss_chunks=3, compile="model", backend="eager")},
@@ -143,12 +157,13 @@ KNOBS = {
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
 NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
+NOT_FOR |= {(model, knob) for model in ("encoder", "gpt_neox") for knob in KNOBS if "fused" in knob}
 DATASETS = {"convolver": f"{MODULE}:pictures"}
 OF_IMAGES = ("nhwc", "auto", "nhwc-zero3-O1")
 NOT_FOR |= {(model, knob) for model in MODELS for knob in KNOBS if model != "convolver" and knob in OF_IMAGES}
 NOT_FOR |= {("convolver", knob) for knob in KNOBS if knob not in OF_IMAGES}
 OF_VARIANTS = {
-    "qwen3": "one accumulation O1 block zero1 zero3 tp tp-full pp zbv tp-chunks-zbv",
+    "qwen3": "one accumulation O1 block zero1 zero3 tp tp-full pp zbv tp-chunks-zbv fused-tp",
     "qwen3-tied": "one block zero1 zero3 tp tp-zero2 chunks-zero3-O2 tp-chunks",
     "gpt_neox": "one O1 zero1 zero3-block tp-full tp-zero2 pp zbv chunks-zero3-O2 tp-chunks",
 }
@@ -160,7 +175,7 @@ CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob
 FEW = [
     *(f"encoder/{knob}" for knob in ("full", "O1", "zero3", "pp", "tp")),
     "convolver/nhwc",
-    *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "pp")),
+    *(f"llama/{knob}" for knob in ("tp-chunks", "zero3-full-O1", "pp", "fused")),
 ]
 
 
@@ -210,6 +225,12 @@ def test_trains_like_a_single_process(case):
     is_exact = spec_of(case).candidate.precision.level == "O0"
     loss_limit, norm_limit = (1e-5, 2e-5) if is_exact else (5e-3, 5e-2)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+def test_trials_report_the_operators_that_they_fused():
+    (found,) = results(1, few=True)["llama/fused"].findings.fused
+    assert found == FusedOperator(name="norm", library="torch", num_places=7, num_calls=7)
+    assert results(1, few=True)["llama/one"].findings.fused == ()
 
 
 def test_tensors_of_a_trial_are_those_that_a_dry_run_counts(tmp_path):

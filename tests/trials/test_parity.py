@@ -31,7 +31,7 @@ from tests.trials.parity_knobs import (
     spec_of,
 )
 from tests.trials.tiny import tiny_spec
-from trials.spec import Kernels, Layout, Loader, Precision
+from trials.spec import Kernels, Layout, Loader, Precision, Recompute, SelectiveRecompute
 
 ROWS = read_rows()
 
@@ -70,6 +70,31 @@ KEPT = {
     "1f1b": Layout(pp=2, stage_layers=((2, 1),)),
 }
 """Layouts of O2 with the first layer, all norms and the head in fp32."""
+
+COPIES = {"tp": 2, "tp_engine": "local", "num_copies": 2}
+POSITIONS = {
+    "copies": (Layout(**COPIES), 8, {}),
+    "zero3/sp-copies": (Layout(dp_shard=2, zero_stage=3, sequence_parallel=True, **COPIES), 4, {}),
+    "zero1/sp-copies/O1/selective": (
+        Layout(dp_shard=2, zero_stage=1, sequence_parallel=True, **COPIES),
+        4,
+        {
+            "precision": Precision(level="O1", dtype="bfloat16"),
+            "recompute": Recompute(
+                selective=(SelectiveRecompute(pattern=r"attention\.scaled_dot_product_attention", num_layers=((2,),)),)
+            ),
+        },
+    ),
+    "1f1b/sp-copies/block/full": (
+        Layout(pp=2, stage_layers=((2, 1),), sequence_parallel=True, **COPIES),
+        8,
+        {"kernels": Kernels(compile="block", backend="aot_eager"), "recompute": Recompute(full=((1, 1),))},
+    ),
+    "sp-copies/communication": (
+        Layout(sequence_parallel=True, **COPIES), 8, {"recompute": Recompute(communication=((2,),))}
+    ),
+}  # fmt: skip
+"""Layouts, micro-batches and knobs with single sequences as micro-batches, whose positions are split into copies."""
 
 NEUTRAL = {
     "pp": "flat", "dp": "one", "tp": "whole", "cp": "sequence", "embedding": "embedding", "batches": "m1",
@@ -110,6 +135,9 @@ def matrix():
     for name, layout in MORE_LAYOUTS.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=max(2, layout.pp))
         specs[name] = dataclasses.replace(spec, protocol=THREE_STEPS)
+    for name, (layout, number, knobs) in POSITIONS.items():
+        spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=number, **knobs)
+        specs[f"{name}/positions"] = dataclasses.replace(spec, protocol=THREE_STEPS)
     knobs = {
         "full-batch": {"loader": Loader(full_batch=True)},
         "math": {"kernels": Kernels(attention="math")},
@@ -137,7 +165,7 @@ def representatives():
         # The root lets many values count more than little work.
         chosen.append(max(rows, key=lambda row: len(missing & row.items()) / cost(row) ** 0.25))
         missing -= chosen[-1].items()
-    return frozenset({*map(name_of, chosen), "zero3/O2-fp8", "zero3/keep-fp32"})
+    return frozenset({*map(name_of, chosen), "zero3/O2-fp8", "zero3/keep-fp32", "copies/positions"})
 
 
 Part = tuple[int, bool, int]

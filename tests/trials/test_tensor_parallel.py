@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trials.overlap import LAYERS, orders
-from tests.trials.ranks import run_ranks
+from tests.trials.ranks import planted, run_ranks
 from tests.trials.split_models import CPU, SEQ_LENGTH, WHOLE, build, differences, many, tokens
 from tests.trials.tiny import SHAPE
 from trials.models.built_in import Llama
@@ -226,19 +226,53 @@ def copied(layout):
 def test_loss_and_gradients_are_those_of_one_copy(tmp_path):
     cases = []
     for layout in (TP, SP):
-        for options in ({}, {"num_sequences": 3}, {"recompute": True}):
+        for options in ({}, {"num_sequences": 1}, {"num_sequences": 3, "recompute": True}, {"recompute": True}):
             cases += [(layout, options), (copied(layout), options)]
-    cases += [(SP, {}), (copied(SP), {"compiled": True})]
+    for options in ({}, {"num_sequences": 1}):
+        cases += [(SP, options), (copied(SP), {**options, "compiled": True})]
+    for options in ({"num_sequences": 1, "expands": True}, {"num_sequences": 1, "attention": "math"}):
+        cases += [(SP, {"num_sequences": 1}), (copied(SP), options)]
     results = run_ranks(many, 2, tmp_path, cases)[0]
     for case, one, two in zip(cases[::2], results[::2], results[1::2], strict=True):
         loss, grads = differences(two, one)
         assert loss <= 1e-6 and grads <= 1e-5, (case, loss, grads)
 
 
+def without_earlier_keys(original):
+    return lambda q, k, v, *_, **how: original(q, k, v, **how)
+
+
+def in_plain_order(_original):
+    return lambda tensor, _tp: tensor
+
+
+FAULTS = {
+    "earlier keys are forgotten": ("trials.parallel.copies.half_attention", without_earlier_keys),
+    "ranks hold parts of one half": ("tests.trials.split_models.interleave_positions", in_plain_order),
+}
+
+
+def faulty(cases):
+    results = []
+    for name, replacement in cases:
+        owner, _, attribute = name.rpartition(".")
+        with planted(owner, attribute, replacement):
+            results.append(many([(copied(SP), {"num_sequences": 1})]))
+    return [*results, many([(SP, {"num_sequences": 1})])]
+
+
+def test_faults_in_copies_of_positions_show(tmp_path):
+    found, _ = run_ranks(faulty, 2, tmp_path, list(FAULTS.values()))
+    (one,) = found.pop()
+    for name, (result,) in zip(FAULTS, found, strict=True):
+        assert max(differences(result, one)) > 1e-3, name
+
+
+@pytest.mark.parametrize("num_sequences", [4, 1], ids=["sequences", "positions"])
 @pytest.mark.parametrize("layout", [TP, SP], ids=["tp", "sp"])
-def test_one_half_computes_while_the_other_communicates(layout, tmp_path):
+def test_one_half_computes_while_the_other_communicates(layout, num_sequences, tmp_path):
     """Collectives return at once, so what is computed before their result is awaited hides them."""
-    for alone, both in run_ranks(orders, 2, tmp_path, [layout, copied(layout)]):
+    for alone, both in run_ranks(orders, 2, tmp_path, [layout, copied(layout)], num_sequences):
         for without, hidden in zip(alone[:2], both[:2], strict=True):
             assert len(without) >= 6 and len(hidden) == 2 * len(without)
             assert sum(hidden) > max(len(hidden) / 2, 2 * sum(without) - 1)

@@ -49,7 +49,10 @@ def without_graphs(spec: TrialSpec) -> TrialSpec:
 
 
 def _with_kernels(spec: TrialSpec, **changes: Any) -> TrialSpec:
+    """Liger's norms, which run only on CUDA, keep what torch's keep."""
     kernels = dataclasses.replace(spec.candidate.kernels, memory_format="nchw", **changes)
+    if kernels.fused == "liger":
+        kernels = dataclasses.replace(kernels, fused="torch")
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trials.models.built_in import LinearChain, Llama, ResNet, class_loss, next_token_loss, squared_error
 from trials.models.deferred import Recorder, recording
+from trials.models.fused import FusedMeter, check_liger, fuse, merged
 from trials.models.imported_model import (
     Built,
     ImportedModel,
@@ -35,14 +37,17 @@ from trials.spec import (
 from trials.user_code import load_function
 
 __all__ = [
+    "FusedMeter",
     "ImportedModel",
     "Initial",
     "Loss",
     "TrainModel",
     "build_imported",
     "build_model",
+    "check_liger",
     "import_code",
     "loss_of",
+    "merged",
     "own_folder",
 ]
 
@@ -50,11 +55,18 @@ __all__ = [
 _BUILDS_ITS_OWN = "custom programs build their model themselves"
 
 
-def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
-    """Build the part of the workload's model in ``chunk``, on the meta device."""
+def build_model(workload: Workload, chunk: Chunk, fused: Literal["auto", "torch", "liger"] = "auto") -> TrainModel:
+    """Build the part of the workload's model in ``chunk``, on the meta device.
+
+    Raises:
+        InfeasibleSpec: it cannot be built, or not with operators of the library ``fused``.
+    """
     match workload.model:
         case PythonModel() | HuggingFaceModel() as model:
-            own = part_of(build_without_values(model, workload.seed), model.num_layers, chunk, model.facts.head)
+            built = build_without_values(model, workload.seed)
+            meter = FusedMeter() if fused == "auto" else fuse(built.module, fused)
+            own = part_of(built, model.num_layers, chunk, model.facts.head)
+            own.fused_meter = meter
             own.leave_values()
             return own
         case ScriptModel():

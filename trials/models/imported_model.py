@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trials.failure import InfeasibleSpec
 from trials.models.built_in import Head
 from trials.models.deferred import Recorder, plain_tensors
+from trials.models.fused import FusedMeter
 from trials.models.model import LayerList, Loss, TrainModel, cut, layers_in, pipeline_problem, plan_problem
 from trials.sizes import Chunk
 from trials.spec import LlamaModel, PythonModel
@@ -57,6 +58,8 @@ class ImportedModel(TrainModel):
         self.tensor_parallel = built.tensor_parallel
         self.output = _taken_out(self.module, head) if head is not None and chunk.is_last else None
         self.computes_loss = self.output is not None
+        self.fused_meter = FusedMeter()
+        """Counter of the fused operators in place of the module's own."""
         self._call = built.call
         self._input_dtype: torch.dtype | None = None
         self._recorder = built.recorder

@@ -1,4 +1,4 @@
-"""Tensor parallelism by two engines, the split vocabulary, and multi-copy, which hides collectives."""
+"""Tensor parallelism by two engines, and the split vocabulary."""
 
 from __future__ import annotations
 
@@ -409,65 +409,6 @@ class _Projection(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             weight_grad = torch.mm(grad.t(), x.flatten(0, 1))
         return summed, None, weight_grad, None, None, None
-
-
-# Multi-copy: run a micro-batch as two halves, so that one half's collectives overlap the other's computation.
-
-
-NUM_STEPS = 7
-"""Number of steps of a half within a layer: it is cut in each of its four collectives, and between the two segments of
-both sub-layers."""
-
-
-def apply_copies(model: TrainModel, layout: Layout) -> None:
-    """Make every layer run its micro-batch as two interleaved halves, in place."""
-    if layout.num_copies == 1:
-        return
-    for layer in model.layers.values():
-        assert isinstance(layer, Block)
-        assert isinstance(layer.attention.enter, Boundary), "legality requires the local tensor-parallel engine"
-        layer.schedule = interleaved
-
-
-def interleaved(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """Run two halves, the second one step behind the first; a :data:`~trials.models.built_in.BlockSchedule`.
-
-    Between any two steps of a half lies one of the other; ``~~~`` is a collective in flight::
-
-        first   norm ~ project      attend ~~~~~~~~~~~ add, norm ~~~~~~~~~~ expand ...
-        second                 norm ~~~~~~ project            attend ~~~~~~        add, norm ...
-
-    The backward pass runs the steps in reverse, so the same holds for its collectives (:mod:`trials.parallel.mesh`).
-    """
-    first, second = (_half(block, part, rope) for part in x.tensor_split(2))
-    ahead = next(first)
-    for _ in range(NUM_STEPS - 1):
-        ahead = next(first)
-        behind = next(second)
-    behind = next(second)
-    return torch.cat([ahead, behind])
-
-
-def _half(block: Block, h: Tensor, rope: Tensor) -> Iterator[Tensor]:
-    """Run one half through the layer; the last of its :data:`NUM_STEPS` yields the result."""
-    assert isinstance(block.feed_forward, SubLayer), "mixtures of experts are not split into copies"
-    sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...]], ...] = (
-        (block.attention_norm, block.attention, (rope,)),
-        (block.feed_forward_norm, block.feed_forward, ()),
-    )
-    for norm, sub_layer, args in sub_layers:
-        enter, leave = sub_layer.enter, sub_layer.leave
-        assert isinstance(enter, Boundary) and isinstance(leave, Boundary)
-        x = norm(h)
-        pending = enter.start(x)
-        yield h
-        between = sub_layer(x, *args, piece="first", pending=pending)
-        yield h
-        out = sub_layer(*between, piece="second")
-        pending = leave.start(out)
-        yield h
-        h = h + sub_layer(out, piece="leave", pending=pending)
-    yield h
 
 
 # Tensor parallelism for imported modules, by their plan.

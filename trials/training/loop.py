@@ -23,17 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import mark, widest_float
-from trials.attention import causal_attention
+from trials.attention import AttentionPlan, causal_attention
 from trials.datasets import Rows, micro_batches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
 from trials.legality import has_experts, uses_ddp
 from trials.lengths import num_tokens
-from trials.models import Loss, TrainModel, build_model, loss_of
+from trials.models import FusedMeter, ImportedModel, Loss, TrainModel, build_model, loss_of, merged
 from trials.models.built_in import Llama
 from trials.models.experts import ExpertBalance, routers_in
 from trials.offload import OffloadMeter, apply_activation_offload
 from trials.parallel.context import apply_context_parallel, split_sequence
+from trials.parallel.copies import apply_copies, interleave_positions
 from trials.parallel.data_parallel import (
     BucketedReplica,
     apply_buckets,
@@ -63,7 +64,7 @@ from trials.parallel.mesh import (
     local_part,
     plain_name,
 )
-from trials.parallel.tensor import apply_copies, apply_tensor_parallel, chunk_loss
+from trials.parallel.tensor import apply_tensor_parallel, chunk_loss
 from trials.precision import (
     CastMeter,
     LossScaler,
@@ -109,6 +110,7 @@ class Trainer:
         self.device = device
         self.layout = candidate.layout
         self.place = place
+        self._splits_positions = candidate.splits_positions
         self.parts = parallelize(spec, mesh, device, stage=place.pp)
         loss_scale = candidate.precision.loss_scale
         self.scaler = LossScaler(loss_scale) if loss_scale is not None else None
@@ -149,8 +151,7 @@ class Trainer:
         The norm is reduced before the update, so that with loss scaling all ranks skip the same steps. Without it, the
         host never waits for the device here.
         """
-        if self.layout.cp > 1:
-            inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
+        inputs, targets = (self._placed(batch) for batch in (inputs, targets))
         if self._workload.lengths:
             self.engine.mean_tokens = num_tokens(self._workload, self._num_begun) / self.layout.dp
             self._num_begun += 1
@@ -165,11 +166,17 @@ class Trainer:
         marker.mark("optimizer")
         return totals
 
-    def _held_positions(self, batch: Rows | None) -> Rows | None:
+    def _placed(self, batch: Rows | None) -> Rows | None:
+        """Return this rank's positions, in the order in which the model takes them."""
         if batch is None:
             return None
-        assert isinstance(batch, Tensor), "lengths do not vary under context parallelism"
-        return split_sequence(batch, self.place.cp, self.layout.cp)
+        if self.layout.cp > 1:
+            assert isinstance(batch, Tensor), "lengths do not vary under context parallelism"
+            return split_sequence(batch, self.place.cp, self.layout.cp)
+        if self._splits_positions and self.layout.sequence_parallel:
+            assert isinstance(batch, Tensor), "rows have one length if their positions are split"
+            return interleave_positions(batch, self.layout.tp)
+        return batch
 
     def _totals(self, loss: Tensor, marker: Marker) -> Tensor:
         """Sum loss and norm over the gang; ranks that do not compute the loss contribute 0.
@@ -233,6 +240,7 @@ class Trainer:
         return Findings(
             recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
             autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
+            fused=merged(part.fused_meter.operators(num_steps) for part in self.parts),
             loss_scale=None if self.scaler is None else self.scaler.state(),
             experts=() if self.balance is None else self.balance.loads(self._rank),
         )
@@ -724,6 +732,7 @@ class ModelPart:
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
+    fused_meter: FusedMeter
     offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
@@ -751,7 +760,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     """
     candidate = spec.candidate
     layout = candidate.layout
-    model = build_model(spec.workload, chunk)
+    model = build_model(spec.workload, chunk, candidate.kernels.fused)
     store(model, candidate.precision, sharded=uses_fsdp(layout), is_whole=layout.pp == 1)
     apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
@@ -787,6 +796,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         shard_map=shard_map,
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
+        fused_meter=model.fused_meter if isinstance(model, ImportedModel) else FusedMeter(),
         offload_meter=offload_meter,
     )
 
@@ -803,14 +813,13 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
         shard_map = shard_map.with_(apply_expert_parallel(model, mesh, layout.tp))
     chunk_loss(model, candidate.kernels)
     if isinstance(model, Llama):
-        _choose_attention(model, spec, mesh, device)
-    apply_copies(model, layout)
+        plan = attention_plan(spec, model.shape, device)
+        _choose_attention(model, layout, mesh, plan)
+        apply_copies(model, candidate, plan)
     return shard_map
 
 
-def _choose_attention(model: Llama, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
-    layout = spec.candidate.layout
-    plan = attention_plan(spec, model.shape, device)
+def _choose_attention(model: Llama, layout: Layout, mesh: DeviceMesh | None, plan: AttentionPlan) -> None:
     if layout.cp > 1:
         assert mesh is not None
         apply_context_parallel(model, mesh["cp"], layout, plan)

@@ -510,6 +510,7 @@ class Measurer:
             for part in self._trainer.parts:
                 part.recompute_meter.reset()
                 part.cast_meter.reset()
+                part.fused_meter.reset()
             if self._trainer.balance is not None:
                 self._trainer.balance.reset()
             self._take(lambda agreed_s: is_enough(agreed_s, protocol), protocol.max_steps)

@@ -37,6 +37,7 @@ from trials.spec import (
     Candidate,
     Experts,
     ImageFolderData,
+    Kernels,
     Layout,
     Precision,
     Recompute,
@@ -91,6 +92,16 @@ def test_the_limit_of_the_gradient_norm_is_written_and_read(name):
         assert [note for note in made.notes if "clip_norm" in note.knob] == []
         found[limit] = made.files
     assert found[0.0] != found[1.0] != found[0.25]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fused_operators_are_written_or_noted(name):
+    _, workload = goldens.configurations()[-2]
+    for fused in ("auto", "torch", "liger"):
+        made = audited(recipe(name), Candidate(kernels=Kernels(fused=fused)), workload)
+        is_read = recipe(name).parse(made.files).candidate.kernels.fused == fused
+        assert is_read != ("kernels.fused" in [note.knob for note in made.notes]), fused
+        assert ("liger" in str(made.files)) == (fused == "liger" and name in ("accelerate", "torchrun"))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -125,7 +125,7 @@ def random_loader(rng):
 
 
 def random_kernels(rng):
-    return Kernels(
+    drawn = Kernels(
         compile=rng.choice(["off", "off", "block", "model"]),
         compile_mode=rng.choice(["default", "max-autotune", "reduce-overhead"]),
         attention=rng.choice(["auto", "math"]),
@@ -135,6 +135,8 @@ def random_kernels(rng):
         loss_chunks=rng.choice([*[1] * 8, 2, 8]),
         dynamic=rng.random() < 0.1,
     )
+    fused = random.Random(repr(drawn)).choice(["auto", "auto", "torch", "liger"])  # other draws keep theirs
+    return dataclasses.replace(drawn, fused=fused)
 
 
 SEEDS = st.integers(0, 2**32).map(random.Random)

@@ -21,6 +21,7 @@ from trials import legality
 from trials.spec import (
     Candidate,
     Experts,
+    Kernels,
     LatentAttention,
     Layout,
     LlamaModel,
@@ -112,7 +113,18 @@ BROKEN_WHEN = {
     ),
     "copies": lambda c, w: (
         c.layout.num_copies == 2
-        and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
+        and not (
+            c.layout.tp > 1
+            and c.layout.tp_engine == "local"
+            and (
+                c.micro_batch_size in (2, 4, 8)
+                or (
+                    c.layout.cp == 1
+                    and c.loader.batching != "buckets"
+                    and w.seq_length % (2 * c.layout.tp if c.layout.sequence_parallel else 2) == 0
+                )
+            )
+        )
     ),
     "experts": lambda c, w: (
         w.model.experts is not None
@@ -232,6 +244,7 @@ BROKEN_WHEN = {
         c.offload.activations and c.kernels.compile != "off" and c.kernels.compile_mode == "reduce-overhead"
     ),
     "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
+    "fused": lambda c, w: c.kernels.fused == "liger",
     "memory-format": lambda c, w: c.kernels.memory_format == "auto" and c.layout.pp > 1,
     "amp-lists": lambda c, w: (
         (c.precision.level != "O1" and bool(c.precision.white + c.precision.black))
@@ -356,6 +369,13 @@ def test_amp_dtype_refuses_only_what_is_known_not_to_work(kind, device, refused)
     }
     assert found == refused
     assert "amp-dtype" not in broken(Candidate(), where=where)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu", "npu"])
+def test_kernels_of_liger_run_on_cuda_only(kind):
+    for fused in ("auto", "torch", "liger"):
+        found = broken(Candidate(kernels=Kernels(fused=fused)), where=topology(1, kind=kind))
+        assert ("fused-device" in found) == (fused == "liger" and kind != "cuda")
 
 
 @given(CANDIDATES, WORKLOADS, NODES)
