@@ -245,10 +245,14 @@ def open_images(data: ImageFolderData, model: ResNetModel) -> Sequence[Picture]:
 def _list_images(root: Path, num_classes: int) -> list[Picture]:
     """List JPEG files by class folder; classes count from 0 in alphabetical order."""
     if not root.is_dir():
-        raise DataError(f"image folder {root} does not exist; use a folder with one subfolder of JPEG files per class")
+        raise DataError(
+            f"image folder {root} does not exist; use a directory with one subdirectory of JPEG files per class"
+        )
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     if len(folders) > num_classes:
-        raise DataError(f"{root} has {len(folders)} class folders, the model {num_classes} classes; raise num_classes")
+        raise DataError(
+            f"{root} has {len(folders)} class directories, but the model has {num_classes} classes; raise num_classes"
+        )
     pictures = [
         Picture(path, label)
         for label, folder in enumerate(folders)
@@ -256,7 +260,7 @@ def _list_images(root: Path, num_classes: int) -> list[Picture]:
         if path.suffix.lower() in _SUFFIXES
     ]
     if not pictures:
-        raise DataError(f"no JPEG file in the class folders of {root}; expected {root}/<class>/<name>.jpg")
+        raise DataError(f"no JPEG file in the class directories of {root}; expected {root}/<class>/<name>.jpg")
     return pictures
 
 
@@ -445,7 +449,7 @@ def load_text(data: TextData) -> NDArray[Any]:
     """
     root = Path(data.path if data.path is not None else sysconfig.get_paths()["stdlib"])
     if not root.exists():
-        raise DataError(f"data path {root} does not exist; use a readable text file or folder")
+        raise DataError(f"data path {root} does not exist; use a readable text file or directory")
     text = bytearray()
     for path in [root] if root.is_file() else _files(root, data.pattern):
         text += _read(path, MAX_TEXT_BYTES - len(text))

@@ -293,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trials.worker", description="Run one rank of a trial.")
     parser.add_argument("--spec", required=True, type=Path, help="TrialSpec as a JSON file")
     parser.add_argument("--out", type=Path, help="where rank 0 writes its report as JSON (default: stdout)")
-    parser.add_argument("--profile-dir", type=Path, help="folder for the files of a profile (default: write none)")
+    parser.add_argument("--profile-dir", type=Path, help="directory for the files of a profile (default: write none)")
     args = parser.parse_args()
     if args.profile_dir is not None:
         os.environ[FOLDER_VARIABLE] = str(args.profile_dir.absolute())

@@ -489,7 +489,8 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "tensor_parallel": ((1 + regathered) * layers + full) * collectives[:, None]
         + layers * backward_collective_seconds(x, work, k, collectives, rate)[:, None]
         + last * (collectives / 2)[:, None],
-        "expert_parallel": layers * expert_exchange_seconds(x, work, k)[:, None],
+        # Recompute of a whole layer sends the tokens again: two of the four exchanges.
+        "expert_parallel": (layers + full / 2) * expert_exchange_seconds(x, work, k)[:, None],
         "context_parallel": layers * exchange_seconds(x, work, k, rate)[:, None],
         "sharding": (layers + last) * gather[:, None]
         + (is_first(x) + last) * table_seconds(x, k, forward, backward)[:, None],

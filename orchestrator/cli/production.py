@@ -525,7 +525,7 @@ def _print_export(made: Export, label: str, folder: Path | None) -> None:
         echo("\n".join(str(folder / name) for name in made.files))
     for note in made.notes:
         echo(str(note), err=True)
-    where = f"in {folder}" if folder else "in the folder with these files"
+    where = f"in {folder}" if folder else "in the directory with these files"
     form = "as a command" if made.format == COMMAND else f"for {made.format}"
     echo(f"{label} {form}; run {where}: {made.command}", err=True)
 

@@ -466,9 +466,9 @@ def replace_unmeasured(name: str, home: Home) -> Removed:
         what = f"has measured {units.trial_id(best.number)}" if best is not None else "has a ledger that cannot be read"
         typed = Invocation.current(home.path)
         raise ConfigError(
-            f"the sweep {name!r} {what}: --replace is for sweeps without measurements",
+            f"the sweep {name!r} {what}; --replace only replaces sweeps without measurements",
             key="name",
-            remedy=f"Choose another name, resume the sweep with `{typed.command('resume', name)}`, or remove it with "
+            remedy=f"Choose another name, resume the sweep with `{typed.command('resume', name)}`, or delete it with "
             f"`{typed.command('delete', name)}`.",
         )
     with _alone(name, home, sweep):

@@ -106,13 +106,13 @@ class SearchSection(Section):
         if self.stop_when_converged and self.sampler != "guided":
             raise fault(
                 "stop_when_converged",
-                f"sampler: {self.sampler} does not support this",
+                f"not supported by sampler: {self.sampler}",
                 "Use sampler: guided, or remove the key.",
             )
         if self.learn_from is not None and self.sampler != "guided":
             raise fault(
                 "learn_from",
-                f"sampler: {self.sampler} does not support this",
+                f"not supported by sampler: {self.sampler}",
                 "Use sampler: guided, or remove the key.",
             )
         return self

@@ -132,7 +132,10 @@ def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
         sizes["num_kv_heads"] = heads
     elif hidden % heads or hidden // heads % 2 or heads % sizes["num_kv_heads"]:
         raise ConfigError(
-            f"{heads} heads and {sizes['num_kv_heads']} key-value heads do not divide the width {hidden}", file=file
+            f"unsupported sizes: hidden size {hidden}, {heads} heads, {sizes['num_kv_heads']} key-value heads",
+            file=file,
+            remedy="The hidden size must be a multiple of twice the number of heads, and that a multiple of the "
+            "number of key-value heads.",
         )
     keys: dict[str, Any] = {key: sizes[key] for key in _NAMES if key != "max_seq_length"}
     if not family.is_gated:

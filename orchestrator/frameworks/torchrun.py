@@ -16,7 +16,7 @@ _PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "ker
 
 _RUN = """\
 #!/bin/sh
-# Trains {short} on {world_size} ranks and writes what was measured to report.json, in this folder.
+# Trains {short} on {world_size} ranks and writes what was measured to report.json, in this directory.
 # NNODES: hosts, each running this; RENDEZVOUS: HOST:PORT of one of them; DEVICE: {kinds}.
 set -eu
 cd "$(dirname "$0")"

@@ -482,7 +482,7 @@ def _note_unread(edit: Edit, found: Found) -> None:
     script = program_of(edit.argv).script
     if script is not None and Path(edit.cwd, script).with_suffix(".args").is_file():
         sibling = Path(script).with_suffix(".args").name
-        found.unread("workload", f"{sibling}, which transformers reads from the folder of the script")
+        found.unread("workload", f"{sibling}, which transformers reads from the directory of the script")
     if any(word.startswith("@") for word in arguments.words):
         found.unread("workload", "a file of arguments (@...)")
     for name in ("deepspeed", "fsdp_config"):

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from orchestrator.commands.inspection import serve_ui
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.live.live_pages import Links
 from orchestrator.live.site import Hub, make_site, refusal
 from orchestrator.mlflow_urls import public_uri, sqlite_path, sweep_links
@@ -263,7 +263,7 @@ def _listening(port: int | None) -> socket.socket:
             return found
         except OSError as error:
             found.close()
-            problem = error.strerror
+            problem = reason_of(error)
     raise ConfigError(f"cannot listen on {HOST}:{one}: {problem}", remedy="Choose another port with --port.")
 
 

@@ -300,7 +300,7 @@ class Actions:
         submission = submission_of_sweep(sweep, self._home, address=None, mode=None)
         if submission.is_over:
             raise ConfigError(
-                f"the sweep {sweep!r} has ended", remedy="Retry its failed trials, or confirm another one."
+                f"the sweep {sweep!r} has ended", remedy="Retry its failed trials, or confirm another trial."
             )
         with self._lock:
             if sweep in self._starting:

@@ -117,7 +117,7 @@ _Knobs: Any = create_model("_Knobs", __base__=Section, **_FIELDS)
 
 def _is_field(name: str) -> str:
     if not name.isidentifier():
-        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use the name of the field in Python.")
+        raise fault(None, f"{name[:60]!r} is not a field of TrainingArguments", "Use a field name, such as bf16.")
     return name
 
 

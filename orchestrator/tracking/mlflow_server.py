@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.processes import python_module
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, reason_of
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.process_support import interruptible
 from trials.files import write_atomically
@@ -154,7 +154,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another port with --mlflow-port."
+                f"cannot listen on {host}:{port}: {reason_of(error)}", remedy="Choose another port with --mlflow-port."
             ) from None
 
 

@@ -202,7 +202,7 @@ def test_image_errors_are_clear(tmp_path):
     with pytest.raises(DataError, match=r"cannot decode image .*a/1\.jpg"):
         ImageBatches(pictures, Share(global_batch_size=1), image_size=16)[0]
     (tmp_path / "b").mkdir()
-    with pytest.raises(DataError, match="2 class folders, the model 1 classes"):
+    with pytest.raises(DataError, match="2 class directories, but the model has 1 classes"):
         open_images(ImageFolderData(path=str(tmp_path)), model)
 
 

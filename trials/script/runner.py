@@ -653,7 +653,7 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
         if of_host(error) is not None:
             raise NodeFault(f"cannot start the command on {socket.gethostname()}: {error}") from error
         if not Path(command.cwd).is_dir():
-            where = f"folder {command.cwd} does not exist on node {socket.gethostname()}"
+            where = f"directory {command.cwd} does not exist on node {socket.gethostname()}"
             raise CommandError(
                 f"{where}: the program starts from its original path, which must exist on every node"
             ) from error

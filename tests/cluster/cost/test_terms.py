@@ -328,6 +328,8 @@ def test_spreading_experts_saves_memory_and_costs_communication():
     whole, spread = figures(**MIXTRAL), figures(**MIXTRAL, ep=8)
     assert spread[1] < 0.5 * whole[1]
     assert whole[2]["expert_parallel"][0] == 0 < spread[2]["expert_parallel"][0]
+    recomputed = figures(**MIXTRAL, ep=8, recompute="full")
+    assert recomputed[2]["expert_parallel"][0] == pytest.approx(1.5 * spread[2]["expert_parallel"][0])
 
 
 def test_optimiser_states_of_experts_are_shared_by_those_who_hold_the_same():

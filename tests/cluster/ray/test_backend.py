@@ -139,7 +139,7 @@ def test_a_program_of_the_users_own_spans_nodes_and_is_told_where_to_meet(lease,
 def test_a_node_without_the_programs_folder_is_named_with_it(lease, tmp_path):
     spec = scripts.spec(scripts.write(tmp_path / "own", scripts.STEPS)) | {"cwd": "/nowhere/at/all"}
     end = run(lease, scripts.RUNNER, spec=spec, world_size=1)
-    assert end.outcome.evidence.message.startswith("folder /nowhere/at/all does not exist on node ")
+    assert end.outcome.evidence.message.startswith("directory /nowhere/at/all does not exist on node ")
     assert end.outcome.evidence.node in names(lease)
 
 

@@ -116,7 +116,7 @@ BAD = {
     "inside layers": ({"space.inside": {"recompute": {"full": 3}}}, "space.inside.recompute", "'none' or 'full'"),
     "inside format": ({"space.inside": {"memory_format": ["auto"]}}, "space.inside.memory_format", "'nchw' or 'nhwc'"),
     "inside key": ({"space.inside": {"num_worker": 2}}, "space.inside.num_worker", "num_workers"),
-    "inside field": ({"space.inside": {"training_arguments": {"b f": 1}}}, "space.inside", "the field in Python"),
+    "inside field": ({"space.inside": {"training_arguments": {"b f": 1}}}, "space.inside", "field name"),
     "inside twice": ({"space.inside": {"num_workers": 2}, "workload.run.5": "{num_workers}", "baseline.num_workers": 0},
                      "space.inside.num_workers", "one of the two"),
     "inside and space": ({"space.inside": {"compile": "model"}, "space.compile": "model"},

@@ -35,7 +35,7 @@ def test_one_file_goes_to_stdout_and_everything_else_to_stderr(home):
     said = recipe("torchtitan").parse({"tune_cluster_recipe.py": shown.stdout})
     assert said.values["layout.dp_replicate"] == long_story.candidate(0).layout.dp_replicate
     assert "warning: workload.data" in shown.stderr
-    assert "ended:t000 for torchtitan; run in the folder with these files: torchrun" in shown.stderr
+    assert "ended:t000 for torchtitan; run in the directory with these files: torchrun" in shown.stderr
 
 
 def test_files_go_into_a_folder_and_never_over_others(home, tmp_path):

@@ -67,4 +67,4 @@ def test_layouts_of_experts_are_predicted_as_documented():
     assert slow["predicted"] < fast["predicted"]
     assert all(abs(step["predicted"] / step["published"] - 1) < 0.2 for step in (slow, fast))
     (large,) = found["deepseek-v3-h800"]
-    assert 0.4 < large["predicted"] / large["published"] < 0.5  # without overlapped exchanges and 8-bit floats
+    assert 0.3 < large["predicted"] / large["published"] < 0.35  # without overlapped exchanges and 8-bit floats

@@ -203,7 +203,7 @@ def test_an_unreachable_store_is_not_ignored(tmp_path, store):
 
 
 def test_other_samplers_refuse_it(tmp_path, store):
-    with pytest.raises(ConfigError, match="random does not support this"):
+    with pytest.raises(ConfigError, match="not supported by sampler: random"):
         load_sweep(write(tmp_path, changed(content(tmp_path, store), ("search", "sampler"), "random")))
 
 
