@@ -80,5 +80,6 @@ def announce(links: dict[str, str], as_json: bool) -> None:
 
 
 CLUSTER_HELP = (
-    "Simulate this cluster instead: a name from configs/clusters, such as dgx-h100, or a file, such as ./mine.yaml."
+    "Simulate this cluster instead of using a real one: a name from configs/clusters, such as dgx-h100, or a file, "
+    "such as ./mine.yaml."
 )

@@ -286,8 +286,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
     """Show what a sweep would try, without running it.
 
     Lists the candidates generated from FILE with their predicted step time and memory, and shows which ones are ruled
-    out and why. If there are results from earlier dry runs, shows them and rules out candidates that would not fit in
-    memory.
+    out and why. Shows any results from earlier dry runs, and rules out candidates that would not fit in memory.
 
     \b
     Examples:
@@ -414,7 +413,7 @@ def check(file: Path, address: str | None, home: Path, as_json: bool) -> None:
 
     Runs the smallest candidate in FILE, compares the recorded values with those declared in FILE, and suggests a fix
     for each mismatch. Shows how step time, loss and memory are measured, whether each knob takes effect, and how long
-    the program takes to start. If `space.inside` is set, a second run shows which of those knobs the program rejects.
+    the program takes to start. If `space.inside` is set, a second run shows which of its knobs the program rejects.
 
     `submit` begins with the same check, unless you pass `--no-check`. Exits with code 2 if something must be fixed
     before trials can be measured.

@@ -31,7 +31,7 @@ _reason_option = click.option("--reason", default="", help="Reason to record in 
 _expect_option = click.option(
     "--expect-current",
     metavar="V",
-    help="Compare-and-set: fail unless V is the current production version. Pass `none` if there should be none.",
+    help="Compare-and-set: fail unless V is the current production version. Pass `none` to require that there is none.",
 )
 
 
@@ -52,7 +52,8 @@ _port = click.IntRange(1, 65535)
     "--mlflow-host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to serve the MLflow UI on. MLflow has no password, so anyone who can reach it can change its data.",
+    help="Address to serve the MLflow UI on. MLflow has no authentication, so anyone who can reach it can change its "
+    "data.",
 )
 @home_option
 @json_option
@@ -103,7 +104,7 @@ def ui(
 @click.command()
 @click.argument("sweep")
 @click.option("--name", help="Name to register the configuration under. Defaults to the sweep's name.")
-@click.option("--trial", help="Promote this trial, such as 3 or t003, instead of the confirmed winner.")
+@click.option("--trial", help="Promote the given trial (such as 3 or t003) instead of the confirmed winner.")
 @click.option(
     "--force",
     is_flag=True,
@@ -181,7 +182,7 @@ def rollback(
 ) -> None:
     """Restore the previous production version.
 
-    Fails if the files of the version to restore have changed since it was registered. A rollback is recorded like a
+    Fails if that version's files have changed since it was registered. A rollback is recorded like a
     promotion and can itself be rolled back.
 
     \b
@@ -310,7 +311,7 @@ def verify(
     """Re-measure a promoted configuration to detect drift.
 
     Re-measures NAME@production and its baseline on the current cluster, and compares the driver, libraries, speed,
-    speed-up and losses of each step with those recorded at promotion. Each round runs both, so a temporary slowdown of
+    speed-up and per-step losses with those recorded at promotion. Each round runs both, so a temporary slowdown of
     the machine is not mistaken for drift. Rounds continue until a regression is confirmed or ruled out. The result is
     recorded in MLflow.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _HERE = (
-    "Run the controller in this terminal even if there is a cluster address. This is the default without an address."
+    "Run the controller in this terminal even if a cluster address is set. This is the default if no address is set."
 )
 
 
@@ -57,7 +57,7 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped: Callable[..., Any] = with_where
     for option in (
-        click.option("--follow", is_flag=True, help="Print the output of a background controller until it ends."),
+        click.option("--follow", is_flag=True, help="Print the output of a background controller until it exits."),
         click.option("--detach", is_flag=True, help="Run the controller in the background on this machine."),
         click.option("--foreground", is_flag=True, help=_HERE),
         click.option(
@@ -490,11 +490,11 @@ def confirm(
 ) -> None:
     """Confirm that a trial is faster than the baseline.
 
-    Re-measures TRIAL, interleaved with the baseline, and checks that its losses match. TRIAL is a trial number (3 or
+    Re-measures TRIAL, interleaved with the baseline, and checks that their losses match. TRIAL is a trial number (3 or
     t003), `winner` or `best` (the default).
 
-    Every sweep ends by confirming its fastest trials this way. The new verdict replaces the sweep's previous one. Runs
-    even if the sweep's budget is used up.
+    Every sweep ends by confirming its fastest trials this way. The new verdict replaces the sweep's previous one. A
+    confirmation runs even if the sweep's budget is used up.
 
     \b
     Examples:

@@ -131,7 +131,9 @@ def follow_sweep(sweep: str, home: Home, *, as_json: bool = False) -> Snapshot |
 @click.option(
     "--rank", type=click.IntRange(0), help="Rank to show. Defaults to all ranks, starting with the first to fail."
 )
-@click.option("--attempt", type=click.IntRange(0), help="Attempt to show, numbered from 0. Defaults to the latest.")
+@click.option(
+    "--attempt", type=click.IntRange(0), help="Number of the attempt to show, starting from 0. Defaults to the latest."
+)
 @click.option(
     "--lines",
     type=click.IntRange(0),
@@ -443,7 +445,7 @@ def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool)
 
 @click.command()
 @click.argument("sweep")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation. Required if there is no terminal.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation. Required when not running in a terminal.")
 @click.option(
     "--force",
     is_flag=True,

@@ -368,7 +368,7 @@ def _read_knobs(text: str) -> dict[str, Any]:
         knobs = parse_yaml(text, Path(OPTION)).data
     except ConfigError as error:
         message = f"invalid YAML: {error.message.removeprefix('invalid YAML: ')}"
-        remedy = "For example: '{tp: 2}'."
+        remedy = "Pass a mapping such as '{tp: 2}'."
         raise ConfigError(message, file=f"{OPTION} {_shown(text)}", key=error.key, remedy=remedy) from None
     assert isinstance(knobs, dict), "YAML that starts with a brace and parses is a mapping"
     return knobs

@@ -387,7 +387,7 @@ class LinearSection(Section):
 MAX_LENGTHS = 1000
 """Number of lengths that a distribution is reduced to."""
 _LENGTHS_REMEDY = (
-    "Use a list of lengths, percentiles such as {p0: 16, p50: 300, p100: 4096}, or the path of a text file with one "
+    "Use a list of lengths, percentiles such as {p0: 16, p50: 300, p100: 4096}, or the path to a text file with one "
     "length per line. For a token file, {end_token: 2} also works."
 )
 

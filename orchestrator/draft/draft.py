@@ -109,9 +109,9 @@ def _first_that_fits(
             return knobs, found
     assert least is not None
     raise ConfigError(
-        f"the model does not fit on {machine.label}: each device needs at least {num_bytes(least.peak_bytes)} and "
-        f"has {num_bytes(least.limit_bytes)}",
-        remedy="Add nodes (--nodes), or describe a cluster: --cluster dgx-h100 --nodes 8.",
+        f"the model does not fit on {machine.label}: it needs at least {num_bytes(least.peak_bytes)} per device, but "
+        f"each device has only {num_bytes(least.limit_bytes)}",
+        remedy="Add nodes (--nodes), or choose a larger cluster, such as --cluster dgx-h100 --nodes 8.",
     )
 
 

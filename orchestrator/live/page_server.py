@@ -466,6 +466,6 @@ def _store(home: Home, sweep: str | None) -> str:
     if not home.all_names():
         raise ConfigError(
             f"no sweeps in {home.path}",
-            remedy="Submit a sweep first. If the sweeps are stored elsewhere, pass that directory with --home.",
+            remedy="Submit a sweep first. If the sweeps are stored elsewhere, pass their directory with --home.",
         )
     return home.default_tracking_uri

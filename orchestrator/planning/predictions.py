@@ -450,7 +450,7 @@ def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
 
 
 def _changed(text: str, spec: SweepSpec) -> Candidate:
-    remedy = "For example: '{tp: 2}'."
+    remedy = "Pass a mapping such as '{tp: 2}'."
     try:
         knobs = yaml.safe_load(text)
     except yaml.YAMLError as error:

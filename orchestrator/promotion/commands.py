@@ -54,7 +54,7 @@ def promote(
     """
     check_name(name, "registered name")
     _check_expectation(expect_current)
-    on_phase(f"checking the evidence of {sweep}")
+    on_phase(f"checking the evidence for {sweep!r}")
     with home.open(sweep, read_only=False) as ledger:
         tracker = Tracker(tracking_uri_of(ledger, home))
         changes = source_changes(ledger, script_of(ledger))

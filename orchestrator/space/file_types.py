@@ -273,7 +273,7 @@ def _same_shape(one: Counts, other: Counts) -> bool:
 
 MAX_PATTERNS = 64
 _MAX_LAYERS = 10**6
-_ROWS = "List one number per stage, such as [2, 1, 1, 0], or one such list per chunk."
+_ROWS = "List one number per stage, such as [2, 1, 1, 0], or give one such list per chunk."
 
 
 def _rows(value: Any, *, low: int) -> Counts:

@@ -316,7 +316,7 @@ class Home:
         remedy = f"Did you mean {near!r}?" if near else existing
         raise ConfigError(
             f"no sweep {name!r} in {self.path}",
-            remedy=f"{remedy} If the sweep is stored elsewhere, pass that directory with --home.",
+            remedy=f"{remedy} If the sweep is stored in another directory, pass that directory with --home.",
         )
 
     def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:

@@ -598,10 +598,10 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     known = {-1: "There are no trials yet.", 0: "The only trial is t000."}.get(
         last, f"Trials: t000 to {trial_id(last)}."
     )
-    words = "nothing has been measured yet" if text in ("best", "winner") else f"no trial {text!r}"
-    raise ConfigError(
-        f"{words} in the sweep {sweep!r}", remedy=f"{known} Use a number (3 or t003), 'baseline', 'best' or 'winner'."
-    )
+    message = f"the sweep {sweep!r} has no trial {text!r}"
+    if text in ("best", "winner"):
+        message = f"nothing has been measured yet in the sweep {sweep!r}"
+    raise ConfigError(message, remedy=f"{known} Use a number (3 or t003), 'baseline', 'best' or 'winner'.")
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def test_a_configuration_goes_to_production_and_back(tmp_path: Path):
     first_run = run("promote", "story", "--name", "llama", "--reason", "[bold]new[/bold] drivers", *home)
     assert first_run.exit_code == 0, first_run.output
     phases = [line[6:].strip() for line in first_run.stderr.splitlines()]
-    assert phases[0] == "checking the evidence of story" and phases[-1] == "adding it to the sweep's report"
+    assert phases[0] == "checking the evidence for 'story'" and phases[-1] == "adding it to the sweep's report"
     first = first_run.stdout
     assert "llama@production is now version 1" in first and "confirmed: t001 is faster" in first
     assert "loss gate: passed" in first
