@@ -187,7 +187,7 @@ def logs(
 @click.command()
 @click.argument("sweep")
 @click.argument("trial", required=False)
-@click.option("--diagnose", is_flag=True, help="Break down TRIAL instead of the winner, compared with the baseline.")
+@click.option("--diagnose", is_flag=True, help="Break down the step time of TRIAL instead of the winner's.")
 @home_option
 @json_option
 def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: bool) -> None:

@@ -136,7 +136,7 @@ def _measured(state: SweepState, number: int) -> Trial:
     if trial.measurement is None:
         name = trial_id(trial.number)
         remedy = f"Run `tune-cluster explain {state.sweep.sweep} {name}` for its history."
-        raise ConfigError(f"trial {name} was not measured: {status_label(trial.status)}", remedy=remedy)
+        raise ConfigError(f"trial {name} was not measured; its outcome is: {status_label(trial.status)}", remedy=remedy)
     return trial
 
 
@@ -295,7 +295,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     if baseline is None and chosen is None:  # reported before anything is planned
         words = ", ".join(f"{count} {status_label(status)}" for status, count in state.counts().items())
         raise ConfigError(
-            f"the sweep {name!r} has no measured trial ({words or 'no trials yet'})",
+            f"the sweep {name!r} has no measured trials ({words or 'no trials yet'})",
             remedy=f"To see what happened to a trial, run: tune-cluster explain {name} TRIAL",
         )
     return explain_sweep(state, load_basis(ledger, state), trial=number, phase=phase)

@@ -208,7 +208,7 @@ def test_winner_and_baseline_stand_side_by_side_and_any_other_trial_can():
     assert explain_sweep(replace(state, proof=kept), basis(candidates)).chosen is None
     assert set(explained.step_parts) == {0, 1}
     assert explain_sweep(state, basis(candidates), trial=0).chosen is None
-    with pytest.raises(ConfigError, match="t002 was not measured: out of memory"):
+    with pytest.raises(ConfigError, match="t002 was not measured; its outcome is: out of memory"):
         explain_sweep(state, basis(candidates), trial=2)
 
 
