@@ -519,8 +519,8 @@ def profile(
 ) -> None:
     """Rerun a trial under the profiler.
 
-    Profiles TRIAL using the `profile` section of the sweep file. TRIAL is a trial number (3 or t003), `baseline`,
-    `best` or `winner` (the default). You can open the traces in Perfetto; see docs/profiler.md.
+    Profiles TRIAL using the `profile` section of the sweep file. TRIAL is a trial number (such as 3 or t003),
+    `baseline`, `best` or `winner` (the default). You can open the traces in Perfetto; see docs/profiler.md.
 
     \b
     Examples:

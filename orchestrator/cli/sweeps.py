@@ -157,8 +157,8 @@ def logs(
 ) -> None:
     """Show the logs of a trial or the controller.
 
-    TRIAL is a trial number (3 or t003), `baseline`, `best` or `winner`. Without TRIAL, shows the controller's log. If
-    you give only TRIAL, the latest sweep is used.
+    TRIAL is a trial number (such as 3 or t003), `baseline`, `best` or `winner`. Without TRIAL, shows the controller's
+    log. If you give only TRIAL, the latest sweep is used.
 
     Logs are kept on the node where each rank ran. For ranks on other nodes, shows only the node and the path of the
     log, plus the last lines if the rank failed. With `--json` and `--follow`, prints one JSON object per line.
@@ -198,7 +198,7 @@ def explain(sweep: str, trial: str | None, diagnose: bool, home: Path, as_json: 
     works while the sweep is running.
 
     With TRIAL, shows why it was proposed, why it is queued or has failed, where each attempt ran, which rank failed,
-    and what was done about it. TRIAL is a trial number (3 or t003), `baseline`, `best` or `winner`.
+    and what was done about it. TRIAL is a trial number (such as 3 or t003), `baseline`, `best` or `winner`.
 
     \b
     Examples:
@@ -314,8 +314,8 @@ def note(
 ) -> None:
     """Add a note or tags to a sweep or trial.
 
-    Without TRIAL, the note and tags apply to the whole sweep. TRIAL is a trial number (3 or t003), `baseline`, `best`
-    or `winner`. TEXT replaces any earlier note, and an empty TEXT removes it. With neither TEXT nor a tag option,
+    Without TRIAL, the note and tags apply to the whole sweep. TRIAL is a trial number (such as 3 or t003), `baseline`,
+    `best` or `winner`. TEXT replaces any earlier note, and an empty TEXT removes it. With neither TEXT nor a tag option,
     prints the current note and tags.
 
     You can add notes and tags during or after a sweep. They appear in reports, on the web page and in MLflow.

@@ -385,7 +385,7 @@ def _size(text: str) -> int:
         raise ConfigError(
             f"expected a size with a unit, got {text!r}",
             key="--max-device-memory",
-            remedy="For example: 512MiB or 80GB.",
+            remedy="Use a value such as 512MiB or 80GB.",
         ) from None
 
 

@@ -66,7 +66,7 @@ MAX_SIZE_BYTES = 2**63 - 1
 def _parse_duration(value: Any) -> float:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a duration with a unit{received(value)}", "For example: 90s, 10m or 2h.")
+        raise fault(None, f"expected a duration with a unit{received(value)}", "Use a value such as 90s, 10m or 2h.")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > MAX_DURATION_S:
         raise fault(None, f"{show(value)} is out of range", "The maximum is 36500d.")
@@ -76,7 +76,7 @@ def _parse_duration(value: Any) -> float:
 def _parse_size(value: Any) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a size with a unit{received(value)}", "For example: 512MiB or 80GB.")
+        raise fault(None, f"expected a size with a unit{received(value)}", "Use a value such as 512MiB or 80GB.")
     size = float(match[1]) * _BYTES[match[2]]
     if size > MAX_SIZE_BYTES:
         raise fault(None, f"{show(value)} is out of range", "The maximum is 8000000TiB.")
@@ -552,7 +552,9 @@ class TrackingSection(Section):
 
 def check_runner(value: str) -> str:
     if _RUNNER.fullmatch(value) is None:
-        raise fault(None, f"expected MODULE:FUNCTION, got {value[:80]!r}", "For example: my_package.runner:main.")
+        raise fault(
+            None, f"expected MODULE:FUNCTION, got {value[:80]!r}", "Use a value such as my_package.runner:main."
+        )
     return value
 
 
@@ -696,7 +698,7 @@ class GateSection(Switchable):
 def _off(section: Switchable, example: str) -> Any:
     section._is_on = False
     return (
-        ShortForms({}, others=("off",), remedy=f"For example: {example}."),
+        ShortForms({}, others=("off",), remedy=f"Use a value such as {example}."),
         Word("off", section),
         PlainSerializer(lambda value: value.model_dump(mode="json", by_alias=True) if value.is_on else "off"),
     )
@@ -803,7 +805,7 @@ _NO_PROFILE = ProfileSection()
 _NO_PROFILE._is_on = False
 ProfileValue = Annotated[
     ProfileSection,
-    ShortForms({}, others=("auto", "off"), remedy="For example: {trials: [baseline, best]}."),
+    ShortForms({}, others=("auto", "off"), remedy="Use a value such as {trials: [baseline, best]}."),
     Word("off", _NO_PROFILE),
     Word("auto", AUTO_PROFILE),
     PlainSerializer(_profile_json),

@@ -199,10 +199,12 @@ def _words(value: Any) -> Any:
         )
     if not isinstance(value, list | tuple):
         raise fault(
-            None, f"expected a list of arguments{received(value)}", "For example: [python, train.py, --lr, 1e-3]."
+            None,
+            f"expected a list of arguments{received(value)}",
+            "Use a value such as [python, train.py, --lr, 1e-3].",
         )
     if not value:
-        raise fault(None, "the command is empty", "For example: [python, train.py].")
+        raise fault(None, "the command is empty", "Use a value such as [python, train.py].")
     words = tuple(word(one, str(place)) for place, one in enumerate(value))
     return ("python", *words) if words[0].startswith("-") else words
 

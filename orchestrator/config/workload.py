@@ -786,7 +786,7 @@ def _size(path: Path) -> int:
 
 def _function(value: str) -> str:
     if FUNCTION.fullmatch(value) is None:
-        raise fault(None, f"expected MODULE:FUNCTION, got {show(value)}", "For example: my_model:build.")
+        raise fault(None, f"expected MODULE:FUNCTION, got {show(value)}", "Use a value such as my_model:build.")
     package = value.partition(":")[0].partition(".")[0]
     if package in RESERVED:
         raise fault(None, f"your module cannot be called {package!r}: tune-cluster uses this name", "Rename the file.")

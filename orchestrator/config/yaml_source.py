@@ -486,7 +486,7 @@ def _describe(details: ErrorDetails) -> tuple[str, str | None]:
     if kind == "string_pattern_mismatch" and context["pattern"] == URI_PATTERN:
         return f"{shown} is not a supported tracking URI", SUPPORTED_URIS
     if kind == "string_too_short" and not value:
-        return "the string is empty", "Set a value, or remove the key."
+        return "the string is empty", "Set a value, or remove the entry."
     if kind == "int_parsing_size":
         return f"{shown} is out of range", SEE_DOCS
     if kind == "literal_error":
@@ -495,7 +495,7 @@ def _describe(details: ErrorDetails) -> tuple[str, str | None]:
         return f"{details['msg'][:1].lower()}{details['msg'][1:]}, got {shown}", SEE_DOCS
     message = f"expected {_EXPECTED[kind]}{received(value)}"
     if value is None:
-        return message, "Set a value, or remove the key."
+        return message, "Set a value, or remove the entry."
     if kind == "string_type" and isinstance(value, bool | int | float):
         return message, "Put the value in quotes."
     if kind == "bool_type" and not isinstance(value, str):

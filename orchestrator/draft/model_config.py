@@ -76,7 +76,9 @@ def model_of_size(text: str) -> DraftedModel:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MBT])", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
         raise ConfigError(
-            f"{text[:40]!r} is not a number of parameters", key="--parameters", remedy="For example: 350M or 13B."
+            f"{text[:40]!r} is not a number of parameters",
+            key="--parameters",
+            remedy="Use a value such as 350M or 13B.",
         )
     wanted = float(match[1]) * _UNITS[match[2].upper()]
     models = [

@@ -297,7 +297,7 @@ def _write_rows(rows: Counts) -> Any:
     return list(rows[0]) if len(rows) == 1 else [list(row) for row in rows]
 
 
-_COUNT_REMEDY = "For example: 'all', 4, [4, 0] (per stage) or [[4, 0], [2, 0]] (per chunk and stage)."
+_COUNT_REMEDY = "Use a value such as 'all', 4, [4, 0] (per stage) or [[4, 0], [2, 0]] (per chunk and stage)."
 
 
 def _count(value: Any) -> LayerCount:
@@ -499,7 +499,7 @@ def _write_split(split: StageSplit) -> Any:
 
 StageLayersValue = Annotated[
     StageLayersSection,
-    ShortForms({"even": {"offset": [0]}}, remedy="For example: {offset: [-1, 1]} or {counts: [3, 5]}."),
+    ShortForms({"even": {"offset": [0]}}, remedy="Use a value such as {offset: [-1, 1]} or {counts: [3, 5]}."),
     AfterValidator(StageLayersSection.to_split),
     PlainSerializer(_write_split),
 ]
@@ -712,20 +712,22 @@ CUDNN_ON = (1, 10)
 """Steps in which cuDNN measures with a plain ``on``."""
 PrecisionValue = Annotated[
     PrecisionSection,
-    ShortForms({level: {"level": level} for level in LEVELS}, remedy="For example: {level: O2, dtype: float16}."),
+    ShortForms(
+        {level: {"level": level} for level in LEVELS}, remedy="Use a value such as {level: O2, dtype: float16}."
+    ),
     AfterValidator(PrecisionSection.to_precision),
     PlainSerializer(_write_precision),
 ]
 DataloaderValue = Annotated[
     DataloaderSection,
-    ShortForms({"auto": {}}, others=("manual",), remedy="For example: {max_workers: 8}."),
+    ShortForms({"auto": {}}, others=("manual",), remedy="Use a value such as {max_workers: 8}."),
     AfterValidator(DataloaderSection.to_tuning),
     Word("manual", None),
     PlainSerializer(_write_tuning),
 ]
 CudnnValue = Annotated[
     CudnnSection,
-    ShortForms({}, others=("off", "on"), remedy="For example: {first: 1, last: 10}."),
+    ShortForms({}, others=("off", "on"), remedy="Use a value such as {first: 1, last: 10}."),
     AfterValidator(CudnnSection.to_range),
     Word("on", CUDNN_ON),
     Word("off", ()),

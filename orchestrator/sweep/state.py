@@ -601,7 +601,7 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     message = f"the sweep {sweep!r} has no trial {text!r}"
     if text in ("best", "winner"):
         message = f"nothing has been measured yet in the sweep {sweep!r}"
-    raise ConfigError(message, remedy=f"{known} Use a number (3 or t003), 'baseline', 'best' or 'winner'.")
+    raise ConfigError(message, remedy=f"{known} Use a number (such as 3 or t003), 'baseline', 'best' or 'winner'.")
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def test_secrets_are_masked_and_lines_are_joined(tmp_path, monkeypatch):
 BAD = {
     "no sweep": (("note", "strory", "x"), "Did you mean"),
     "no trial": (("note", "story", "t009", "x"), "Trials: t000 to t001."),
-    "text first": (("note", "story", "x", "t001"), "Use a number (3 or t003), 'baseline', 'best' or 'winner'."),
+    "text first": (("note", "story", "x", "t001"), "Use a number (such as 3 or t003), 'baseline', 'best' or 'winner'."),
     "too long": (("note", "story", "x" * 1001), "the note has 1,001 characters; the limit is 1,000. Shorten the note."),
     "no value": (("note", "story", "--tag", "team"), "expected KEY=VALUE, got 'team'"),
     "empty value": (("note", "story", "--tag", "team="), "To remove the tag, use --remove-tag team"),

@@ -54,7 +54,7 @@ def test_what_cannot_be_split_is_rejected_with_its_reason(tmp_path: Path) -> Non
     [
         (
             {"model": "python_model"},
-            "workload.model: expected MODULE:FUNCTION, got 'python_model'. For example: my_model:build",
+            "workload.model: expected MODULE:FUNCTION, got 'python_model'. Use a value such as my_model:build",
         ),
         ({"loss": "trials:loss"}, "workload.loss: your module cannot be called 'trials'"),
         (
