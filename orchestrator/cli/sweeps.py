@@ -315,8 +315,8 @@ def note(
     """Add a note or tags to a sweep or trial.
 
     Without TRIAL, the note and tags apply to the whole sweep. TRIAL is a trial number (such as 3 or t003), `baseline`,
-    `best` or `winner`. TEXT replaces any earlier note, and an empty TEXT removes it. With neither TEXT nor a tag option,
-    prints the current note and tags.
+    `best` or `winner`. TEXT replaces any earlier note, and an empty TEXT removes it. With neither TEXT nor a tag
+    option, prints the current note and tags.
 
     You can add notes and tags during or after a sweep. They appear in reports, on the web page and in MLflow.
 
