@@ -23,7 +23,7 @@ from orchestrator.sweep.events import Budget, Hardware, SweepCreated
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.tracking.mlflow_tracker import LAUNCH_WAITS_S, Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.outcome import Measured
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 
@@ -46,7 +46,7 @@ def cluster(num_gangs: int = 2) -> Iterator[Cluster]:
 def no_op_trial_ms(lease: Cluster, num_trials: int, slots: int) -> float:
     """Wall milliseconds per trial of a whole sweep, from an empty ledger to the last run in MLflow."""
     with temporary_folder() as folder:
-        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "overhead", launch_waits_s=LAUNCH_WAITS_S)
+        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "overhead")
         tracker.prepare()
         with Ledger(Path(folder)) as ledger, ledger.hold():
             ledger.append(_created(num_trials, slots, lease))

@@ -56,7 +56,7 @@ from orchestrator.sweep.snapshot import Home, Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.earlier_runs import EarlierRuns, earlier_runs
 from orchestrator.tracking.mlflow_store import earlier_trials
-from orchestrator.tracking.mlflow_tracker import LAUNCH_WAITS_S, Tracker
+from orchestrator.tracking.mlflow_tracker import Tracker
 from trials.files import digest, is_disk_full
 from trials.secrets import redact
 from trials.spec import ScriptModel
@@ -456,7 +456,7 @@ def _profile_copies(spec: SweepSpec, ledger: Ledger) -> list[ProfileCopies]:
 
 
 def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection]:
-    tracker = Tracker(tracking_uri(ledger, home), spec.tracking.experiment, launch_waits_s=LAUNCH_WAITS_S)
+    tracker = Tracker(tracking_uri(ledger, home), spec.tracking.experiment)
     return [tracker] if spec.notify is None else [tracker, Notifier(spec.notify)]
 
 

@@ -187,26 +187,17 @@ class Outbox:
         self._num_failures = 0
         self._retry_at_s = 0.0
 
-    def deliver(
-        self,
-        ledger: Ledger,
-        write: Callable[[LedgerEntry, SweepState], None],
-        *,
-        urgent: bool,
-        can_wait: Callable[[LedgerEntry], bool] | None = None,
-    ) -> int:
+    def deliver(self, ledger: Ledger, write: Callable[[LedgerEntry, SweepState], None], *, urgent: bool) -> int:
         """Call ``write`` with each entry and the fold up to and including it; return how many succeeded.
 
         Its first error ends the delivery; the next calls do nothing until a growing pause is over, unless ``urgent``.
-        A slow system gets a few entries at a time, unless ``urgent``. Delivery stops before an entry that can wait.
+        A slow system gets a few entries at a time, unless ``urgent``.
         """
         if time.monotonic() < self._retry_at_s and not urgent:
             return 0
         num_delivered = 0
         turn_ends_s = time.monotonic() + _TURN_S
         for entry in ledger.following(ledger.cursor(self._name)):
-            if can_wait is not None and can_wait(entry):
-                break
             state = self._fold_to(ledger, entry)
             try:
                 write(entry, state)

@@ -232,22 +232,22 @@ def _project_promoted(runs: Runs, event: Promoted, state: SweepState, ledger: Le
         runs.log(of_trial, event.at_s, tags=tags)
 
 
-def _create_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
-    """Create the trial's run with the tags of its last attempt."""
-    tags = run_records.trial_tags(state.sweep, trial, _ensure_sweep(runs, state))
-    tags[_NOTE] = run_records.trial_note(state, trial)
-    run_id = runs.create_run(state, run_records.trial_name(trial), tags, trial.attempts[0].launched_at_s)
-    runs.sweep_runs(state)[str(trial.number)] = run_id
-    return run_id
+def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
+    known = runs.sweep_runs(state)
+    if str(trial.number) not in known:
+        tags = run_records.trial_tags(state.sweep, trial, _ensure_sweep(runs, state))
+        at_s = trial.attempts[0].launched_at_s
+        tags[_NOTE] = run_records.trial_note(state, trial)
+        run_id = known[str(trial.number)] = runs.create_run(state, run_records.trial_name(trial), tags, at_s)
+        if expected := run_records.expected_metrics(state.sweep, trial):
+            runs.log(run_id, trial.proposed_at_s, metrics=expected)
+    return known[str(trial.number)]
 
 
 def _project_launched(runs: Runs, event: AttemptLaunched, state: SweepState) -> None:
     trial = state.trials[event.trial]
-    run_id = runs.sweep_runs(state).get(str(trial.number))
-    if run_id is None:
-        run_id = _create_trial(runs, state, trial)
-        runs.log(run_id, trial.proposed_at_s, metrics=run_records.expected_metrics(state.sweep, trial))
-    elif event.attempt:
+    run_id = _ensure_trial(runs, state, trial)
+    if event.attempt:
         runs.log(
             run_id, event.at_s, tags=run_records.attempt_tags(trial) | {_NOTE: run_records.trial_note(state, trial)}
         )
@@ -258,24 +258,15 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: P
     trial = state.trials[event.trial]
     if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
         return
-    run_id = runs.sweep_runs(state).get(str(trial.number))
-    tags, expected = {}, {}
-    if run_id is None:
-        run_id = _create_trial(runs, state, trial)
-        expected = run_records.expected_metrics(state.sweep, trial)
-    else:
-        tags = {**run_records.attempt_tags(trial), _NOTE: run_records.trial_note(state, trial)}
+    run_id = _ensure_trial(runs, state, trial)
     runs.log(
         run_id,
         event.at_s,
         metrics=run_records.trial_metrics(state, trial),
         params=run_records.trial_params(trial),
-        tags=tags,
+        tags={**run_records.attempt_tags(trial), _NOTE: run_records.trial_note(state, trial)},
         curves=run_records.trial_curves(trial),
-        timed={
-            **run_records.system_curves(trial),
-            **{name: {trial.proposed_at_s: value} for name, value in expected.items()},
-        },
+        timed=run_records.system_curves(trial),
     )
     _put_files(runs, run_id, state, trial, folder)
     runs.end(run_id, _RUN_STATUS[trial.outcome.consequence] if trial.outcome else "KILLED", event.at_s)
@@ -296,10 +287,9 @@ def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder:
 
 def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
     """Log the speed-up of trials that were measured before the baseline."""
-    known = runs.sweep_runs(state)
     for trial in state.searched()[1:]:
-        if trial.measurement and not trial.is_running and str(trial.number) in known:
-            runs.log(known[str(trial.number)], at_s, metrics=run_records.trial_metrics(state, trial))
+        if trial.measurement and not trial.is_running:
+            runs.log(_ensure_trial(runs, state, trial), at_s, metrics=run_records.trial_metrics(state, trial))
 
 
 _RUN_STATUS: Mapping[Consequence, str] = {
@@ -405,8 +395,6 @@ _MAKING_S = 120.0
 """How long another process may take to create the database; takes seconds on an idle host."""
 
 
-LAUNCH_WAITS_S = 1.0
-"""How long a controller lets the launch of an attempt wait for its end, in seconds."""
 CURSOR = "mlflow"
 """Name of the ledger's cursor for MLflow."""
 
@@ -418,19 +406,15 @@ class Tracker:
         uri: a tracking URI: ``sqlite:///...`` or the address of a server.
         experiment: name of the experiment; None derives it from the sweep's model and hardware. A recorded sweep
             stays in its experiment regardless.
-        launch_waits_s: how long the launch of an attempt waits for its end, since both together need fewer writes.
     """
 
-    def __init__(self, uri: str, experiment: str | None = None, *, launch_waits_s: float = 0.0) -> None:
+    def __init__(self, uri: str, experiment: str | None = None) -> None:
         self.uri = uri
         self._experiment = experiment
-        self._launch_waits_s = launch_waits_s
         self._client: MlflowClient | None = None
         self._experiment_ids: dict[str, str] = {}
         self._runs: dict[str, dict[str, str]] = {}
         self._outbox = Outbox(CURSOR, on_outage=self._warn)
-        self._ended: set[str] = set()
-        """Tokens of the attempts whose end is not written yet."""
 
     def prepare(self) -> None:
         """Connect, and create missing tables of the store; takes seconds the first time.
@@ -471,19 +455,7 @@ class Tracker:
         """
         if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.read(ledger)):
             self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
-        pending = ledger.following(ledger.cursor(CURSOR))
-        self._ended = {entry.event.token for entry in pending if isinstance(entry.event, AttemptEnded)}
-        return self._outbox.deliver(
-            ledger,
-            lambda *entry: self._write(ledger, *entry),
-            urgent=state.is_over,
-            can_wait=lambda entry: self._can_wait(entry, state),
-        )
-
-    def _can_wait(self, entry: LedgerEntry, state: SweepState) -> bool:
-        """Whether the entry is a launch so recent that its end may follow at once."""
-        is_launch = isinstance(entry.event, AttemptLaunched) and entry.event.token not in self._ended
-        return is_launch and not state.is_over and state.now_s - entry.event.at_s < self._launch_waits_s
+        return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
 
     def find_run(self, state: SweepState, trial: int | None) -> str | None:
         """The run of a trial, or of the sweep for None; None if MLflow has none."""
@@ -636,8 +608,6 @@ class Tracker:
     # ---- the outbox ----
 
     def _write(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
-        if isinstance(entry.event, AttemptLaunched) and entry.event.token in self._ended:
-            return  # its end, which is in the ledger, writes the whole run
         try:
             project(self, ledger, entry, state)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +167,6 @@ def test_the_run_table_opens_with_its_columns_order_and_charts(ledger: Ledger, u
     assert shown["compareRunSections"][0]["name"] == "Knobs against speed"
     assert charts["PARALLEL"]["metricSectionId"] == shown["compareRunSections"][0]["uuid"]
     assert charts["PARALLEL"]["selectedParams"] == ["micro_batch_size", "dp_replicate", "dp_shard", "zero_stage"]
-
-
-def test_the_launch_of_a_short_attempt_is_written_with_its_end(ledger: Ledger, uri: str):
-    tracker = Tracker(uri, launch_waits_s=1.0)
-    state = fill(ledger, [created(), proposed(0), launched(0)])
-    assert tracker.sync(ledger, state) == 2
-    assert tracker.find_run(state, 0) is None
-    assert tracker.sync(ledger, fill(ledger, [ended(0, measured()), proposed(1), launched(1)])) == 3
-    state = fold(ledger.events())
-    assert Recording(uri).trials[0].info.status == "FINISHED"
-    assert tracker.sync(ledger, replace(state, now_s=state.now_s + 1.0)) == 1
-    assert Recording(uri).trials[1].info.status == "RUNNING"
 
 
 def test_the_result_does_not_depend_on_when_it_was_written(ledger: Ledger, tmp_path: Path):
