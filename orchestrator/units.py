@@ -94,7 +94,7 @@ def ratio(value: float, found: Bounds | None) -> str:
 
 
 def sure_ratio(value: float, found: Bounds | None) -> str:
-    """A ratio as far as it is certain: ``3.06x``, but ``at least 1.06x`` if its interval is wide."""
+    """Format a ratio: ``3.06x``, or its lower bound, ``at least 1.06x``, if the interval is wide."""
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x"
     if found.low > 1:
