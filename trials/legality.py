@@ -574,6 +574,20 @@ def _keep_fp32(_workload: Workload, candidate: Candidate) -> str | None:
     return next((problem for problem in map(pattern_problem, precision.keep_fp32) if problem), None)
 
 
+def _fp8_gather(_workload: Workload, candidate: Candidate) -> str | None:
+    """The local engine of tensor parallelism has modules of its own, whose weights FSDP does not cast."""
+    precision, layout = candidate.precision, candidate.layout
+    if not precision.fp8_gather:
+        return None
+    if not precision.is_fp8:
+        return f"fp8_gather requires level O1-fp8 or O2-fp8, not {precision.level}"
+    if layout.zero_stage < 2 or layout.dp_shard * layout.cp == 1:
+        return "fp8_gather requires ZeRO stage 2 or 3 on more than one rank, which gather weights"
+    if layout.tp > 1 and layout.tp_engine == "local":
+        return "fp8_gather requires tp_engine dtensor"
+    return None
+
+
 def _loader(_workload: Workload, candidate: Candidate) -> str | None:
     loader = candidate.loader
     if min(loader.num_workers, loader.prefetch_factor) < 0:
@@ -677,6 +691,7 @@ CANDIDATE_RULES = make_rules(
     ("loss-scale", "precision", _loss_scale),
     ("amp-lists", "precision", _amp_lists),
     ("keep-fp32", "layout.tp layout.cp layout.ep precision kernels.compile kernels.loss_chunks", _keep_fp32),
+    ("fp8-gather", "layout precision", _fp8_gather),
     ("loader", "loader", _loader),
     ("batching", "layout loader.batching kernels.attention", _batching),
     ("varying-with-cp", "layout.cp", _varying_with_cp),

@@ -392,11 +392,12 @@ def check_float8(precision: Precision, device: torch.device) -> None:
         )
 
 
-def apply_float8(model: TrainModel, precision: Precision, device: torch.device, *, tp: int) -> None:
+def apply_float8(model: TrainModel, precision: Precision, device: torch.device, *, tp: int, num_shards: int) -> None:
     """Make the layers' linear modules multiply 8-bit floats, in place; modules of unsuitable sizes keep 16 bits.
 
-    Call it before tensor parallelism, which hooks into the modules. Weights stay unchanged: the cast is part of the
-    matmul, so FSDP and the optimiser are not affected.
+    Call it before tensor parallelism, which hooks into the modules. The cast is part of the matmul, so FSDP and the
+    optimiser are not affected, except with ``precision.fp8_gather``: FSDP casts such weights before it gathers them. It
+    does so only if every one of ``num_shards`` ranks holds as many rows.
 
     Raises:
         InfeasibleSpec: no module qualifies.
@@ -407,18 +408,28 @@ def apply_float8(model: TrainModel, precision: Precision, device: torch.device, 
     wide = {one for module in wide_modules(model, precision) for one in module.modules()}
     linears = [linear for linear in linears if linear not in wide]
     chosen = [linear for linear in linears if _fits(linear, tp)]
+    gathered = [one for one in chosen if one.out_features % (tp * num_shards) == 0] if precision.fp8_gather else []
     if linears and not chosen:
         raise InfeasibleSpec(
             f"precision {precision.level}: no linear module in the layers has sizes divisible by {MULTIPLE}"
+        )
+    if chosen and precision.fp8_gather and not gathered:
+        raise InfeasibleSpec(
+            f"fp8_gather: no linear module in the layers has rows divisible by {tp * num_shards}, the number of shards"
         )
     if len(chosen) < len(linears):
         logger.warning(
             "%d of %d linear modules stay in 16 bits: their sizes are not divisible", len(chosen), len(linears)
         )
-    ids = set(map(id, chosen))
     with torchao_float8() as float8:
-        config = float8.Float8LinearConfig(emulate=emulates(device), pad_inner_dim=True)
-        float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: id(module) in ids)
+        for modules, in_8_bits in ((gathered, True), ([one for one in chosen if one not in gathered], False)):
+            ids = set(map(id, modules))
+            config = float8.Float8LinearConfig(
+                emulate=emulates(device), pad_inner_dim=True, enable_fsdp_float8_all_gather=in_8_bits
+            )
+            float8.convert_to_float8_training(
+                model, config=config, module_filter_fn=lambda module, _, ids=ids: id(module) in ids
+            )
     for module in model.modules():
         if type(module).__name__ == "Float8Linear":
             module.forward = _like_linear(module)
@@ -427,6 +438,14 @@ def apply_float8(model: TrainModel, precision: Precision, device: torch.device, 
 def _fits(linear: nn.Linear, tp: int) -> bool:
     """Whether both sides are still multiples of the required size when one of them is divided by ``tp``."""
     return linear.in_features % (MULTIPLE * tp) == 0 and linear.out_features % (MULTIPLE * tp) == 0
+
+
+def float8_scales(largest: Tensor) -> Tensor:
+    """Return the scales of weights in e4m3, given each one's largest magnitude; as torchao computes them."""
+    with torchao_float8() as float8:
+        dtype = float8.Float8LinearConfig().cast_config_weight.target_dtype
+        scales: Tensor = float8.float8_utils.amax_to_scale(largest, dtype)
+    return scales
 
 
 def emulates(device: torch.device) -> bool:

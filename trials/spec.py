@@ -491,7 +491,8 @@ class LossScale:
 class Precision:
     """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights. O1-fp8 and O2-fp8 are O1
     and O2 with the matmuls of the layers' linear modules in 8-bit floats, with dynamic scaling per tensor
-    (Micikevicius et al., arXiv 2209.05433); ``dtype`` applies to everything else.
+    (Micikevicius et al., arXiv 2209.05433); ``dtype`` applies to everything else. With ``fp8_gather``, FSDP gathers the
+    weights of these modules in 8-bit floats.
 
     ``loss_scale`` is set exactly when ``dtype`` is float16. ``white`` and ``black`` name operators (as in
     ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits or in fp32, overriding autocast's own
@@ -505,6 +506,7 @@ class Precision:
     white: tuple[str, ...] = ()
     black: tuple[str, ...] = ()
     keep_fp32: tuple[str, ...] = ()
+    fp8_gather: bool = False
 
     @property
     def base(self) -> str:

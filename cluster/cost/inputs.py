@@ -103,6 +103,8 @@ class CostInputs:
     stays_gathered: Array
     """1: ZeRO-3 frees weights after forward but not after backward passes: the next forward pass finds them gathered,
     and each micro-batch gathers them once."""
+    gathered_bytes: Array
+    """Bytes per weight of a layer that ZeRO-3 gathers; 0: those of an activation element."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -195,6 +197,11 @@ class CostInputs:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def gather_bytes(self) -> Array:
+        """Bytes per weight of a layer that ZeRO-3 gathers."""
+        return np.where(self.gathered_bytes > 0, self.gathered_bytes, self.compute_bytes)
+
+    @property
     def num_shards(self) -> Array:
         """Ranks over which ZeRO shards states. Includes context-parallel peers, which hold the same weights."""
         return np.where(self.zero_stage > 0, self.dp_shard * self.cp, 1.0)
@@ -232,6 +239,7 @@ DEFAULTS: Mapping[str, float] = {
     "loose_norms": 0.0,
     "gathers_once": 0.0,
     "stays_gathered": 0.0,
+    "gathered_bytes": 0.0,
     "buffer_bytes": 0.0,
     "on_cores": 0.0,
     "expert_share": 0.0,

@@ -313,7 +313,7 @@ def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, b
     once = once + ring_seconds(x, k, work.expert_params / x.tp, shards, x.tp * x.ep) / 2
     gathers = np.where(x.gathers_once > 0, 1 / x.num_microbatches, 2.0 - x.stays_gathered)
     scatters = x.reductions / x.num_microbatches
-    moved = gathers * x.compute_bytes + scatters * np.minimum(x.gradient_bytes, 4)
+    moved = gathers * x.gather_bytes + scatters * np.minimum(x.gradient_bytes, 4)
     latency = k["collective_latency_s"] + turn_seconds(x, k, x.num_shards, x.tp)
     transfer = once * moved + (gathers + scatters) * latency
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)

@@ -24,6 +24,7 @@ from orchestrator.frameworks.decoder_config import MODEL_SETTINGS, layer_class, 
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
     KERNELS_OF_SCRIPT,
+    NO_FLOAT8_GATHER,
     NO_FP32_MODULES,
     TORCH_SCALER,
     VARYING_LENGTHS,
@@ -387,6 +388,7 @@ _RUN: tuple[Setting, ...] = (
     ),
     unable("precision.white", "precision.black", message="autocast's lists of operators cannot be changed"),
     NO_FP32_MODULES,
+    NO_FLOAT8_GATHER,
     option("loader.num_workers", f"{ARGUMENTS}:dataloader_num_workers"),
     option(
         "loader.prefetch_factor",

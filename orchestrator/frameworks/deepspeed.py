@@ -29,6 +29,7 @@ from orchestrator.frameworks.edit import (
 from orchestrator.frameworks.gaps import (
     DYNAMIC_SHAPES,
     KERNELS_OF_SCRIPT,
+    NO_FLOAT8_GATHER,
     NO_FP32_MODULES,
     NO_FUSED,
     REDUCES_EACH,
@@ -355,6 +356,7 @@ ROWS: tuple[Setting, ...] = (
     ),
     unable("precision.white", "precision.black", message="autocast's lists of operators cannot be changed"),
     NO_FP32_MODULES,
+    NO_FLOAT8_GATHER,
     left_to_script("loader", "the DataLoader is created by your script"),
     left_to_script("kernels.compile", "your script must compile each block or the full model: engine.compile(...)"),
     left_to_script("kernels.backend", "your script must set it: engine.compile(backend=...)"),

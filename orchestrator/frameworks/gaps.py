@@ -169,6 +169,9 @@ def unable(*paths: str, message: str) -> Setting:
 NO_FP32_MODULES = unable("precision.keep_fp32", message="no setting keeps single modules in fp32")
 
 
+NO_FLOAT8_GATHER = lacking("precision.fp8_gather", "weights are gathered in 16 bits")
+
+
 def no_pipeline(message: str) -> Setting:
     """Errors for all pipeline settings."""
     names = ("pp", "schedule", "num_virtual_stages", "stage_layers")

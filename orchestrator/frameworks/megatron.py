@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments, megatron_experts, megatron_precis
 from orchestrator.frameworks.arguments import Argument, ArgumentValue
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_FLOAT8_GATHER,
     NO_FP32_MODULES,
     NO_LATENT,
     OWN_KERNELS,
@@ -556,6 +557,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("precision.white", _NO_LISTS, severity="error", in_overlays=True),
     lacking("precision.black", _NO_LISTS, severity="error", in_overlays=True),
     NO_FP32_MODULES,
+    NO_FLOAT8_GATHER,
     row("loader.num_workers", WORKERS, _write_workers, _read_workers),
     two_batches_ahead(lambda found: found.fields.get("loader.num_workers"), in_overlays=True),
     custom(("loader.persistent_workers",), (), _note_persistent, _read_persistent, overlay="read"),

@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments, mindformers_experts
 from orchestrator.frameworks.arguments import Argument, Words, either_dash, read_text
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_FLOAT8_GATHER,
     NO_FP32_MODULES,
     NO_LATENT,
     OWN_KERNELS,
@@ -623,6 +624,7 @@ ROWS: tuple[Setting, ...] = (
     lacking("precision.white", _BY_MODULE, severity="error", in_overlays=True),
     lacking("precision.black", _BY_MODULE, severity="error", in_overlays=True),
     NO_FP32_MODULES,
+    NO_FLOAT8_GATHER,
     row(("loader.num_workers", "loader.prefetch_factor"), (WORKERS, PREFETCH), _write_loader, _read_loader),
     lacking("loader.persistent_workers", "the data pipeline is kept between epochs", means=True),
     lacking(

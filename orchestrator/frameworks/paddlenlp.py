@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments, shell
 from orchestrator.frameworks.arguments import Words, either_dash
 from orchestrator.frameworks.edit import Edit, EditedFile, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_FLOAT8_GATHER,
     NO_FP32_MODULES,
     NO_LATENT,
     OWN_FUSED,
@@ -469,6 +470,7 @@ ROWS: tuple[Setting, ...] = (
         _read_precision,
     ),
     NO_FP32_MODULES,
+    NO_FLOAT8_GATHER,
     row(
         "loader.num_workers",
         WORKERS,

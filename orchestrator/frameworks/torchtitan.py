@@ -16,6 +16,7 @@ from orchestrator.frameworks import arguments, torchtitan_experts
 from orchestrator.frameworks.arguments import Argument, ArgumentValue, Words, either_dash, is_specified
 from orchestrator.frameworks.edit import Edit, FrameworkTable, Overlay, OverlayRequest, Run, Training
 from orchestrator.frameworks.gaps import (
+    NO_FLOAT8_GATHER,
     NO_FP32_MODULES,
     NO_LATENT,
     OWN_FUSED,
@@ -493,6 +494,7 @@ ROWS: tuple[Setting, ...] = (
     ),
     unable("precision.white", "precision.black", message="no autocast, so no operator lists"),
     NO_FP32_MODULES,
+    NO_FLOAT8_GATHER,
     option(f"{OPTIMIZER}.clip_norm", "training.max_norm", to=lambda norm: norm or _NO_CLIPPING, of=_read_clip_norm),
     fixed("training.disable_cuda_graphs", True),
     row(("kernels.compile", "kernels.backend"), (COMPILE, COMPONENTS, COMPILER), _write_compile, _read_compile),

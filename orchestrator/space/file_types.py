@@ -600,6 +600,10 @@ class PrecisionSection(Section):
         description="Patterns for the paths of modules whose weights and computation `O2` keeps in fp32, such as "
         "`.*norm`.",
     )
+    fp8_gather: bool = Field(
+        default=False,
+        description="Whether FSDP gathers the weights of 8-bit matmuls in 8-bit floats, for `O1-fp8` and `O2-fp8`.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> PrecisionSection:
@@ -622,6 +626,12 @@ class PrecisionSection(Section):
             )
         if self.keep_fp32 and not self.level.startswith("O2"):
             raise fault("keep_fp32", f"level {self.level} has no 16-bit weights", "Use level O2, or remove keep_fp32.")
+        if self.fp8_gather and not self.level.endswith("-fp8"):
+            raise fault(
+                "fp8_gather",
+                f"level {self.level} has no 8-bit matmuls",
+                "Use level O1-fp8 or O2-fp8, or remove fp8_gather.",
+            )
         if twice := set(self.white) & set(self.black):
             raise fault(
                 "black", f"{min(twice)!r} is on both the white and the black list", "Remove it from one of the lists."
@@ -639,6 +649,7 @@ class PrecisionSection(Section):
             white=self.white,
             black=self.black,
             keep_fp32=self.keep_fp32,
+            fp8_gather=self.fp8_gather,
         )
 
 
@@ -688,7 +699,8 @@ def _write_precision(value: Precision) -> Any:
         scale = value.loss_scale or LossScale()
         written["loss_scale"] = {name: getattr(scale, name) for name in LossScaleSection.model_fields}
     lists = {"white": list(value.white), "black": list(value.black), "keep_fp32": list(value.keep_fp32)}
-    return written | {name: names for name, names in lists.items() if names}
+    gather = {"fp8_gather": True} if value.fp8_gather else {}
+    return written | {name: names for name, names in lists.items() if names} | gather
 
 
 def _write_tuning(value: LoaderTuning | None) -> Any:
@@ -778,7 +790,8 @@ def precision_text(precision: Precision) -> str:
     if precision.level == "O0":
         return "O0"
     level = precision.level if precision.is_fp8 else f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
-    return f"{level}{lists_text(precision)}{loss_scale_text(precision)}"
+    gather = "-gather" if precision.fp8_gather else ""
+    return f"{level}{gather}{lists_text(precision)}{loss_scale_text(precision)}"
 
 
 def lists_text(precision: Precision) -> str:

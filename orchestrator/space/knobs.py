@@ -700,6 +700,7 @@ KNOBS: tuple[Knob, ...] = (
         _precision("O1-fp8", "autocast to bf16, with 8-bit float matmuls in the layers", "O1-fp8"),
         _precision("O2-{TYPE}", "parameters in {TYPE}, fp32 masters", "O2"),
         _precision("O2-fp8", "parameters in bf16, fp32 masters, with 8-bit float matmuls in the layers", "O2-fp8"),
+        _suffix("-gather", "weights gathered in 8-bit floats", lambda c: c.precision.fp8_gather),
         _suffix(
             "{+A-B}",
             "operators forced to 16 bits (+), operators or modules in fp32 (-): {+A-B}",

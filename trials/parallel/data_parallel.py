@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
@@ -42,8 +42,9 @@ from trials.parallel.mesh import (
     flat_mesh,
     held_parameters,
     shard_mesh,
+    stored_part,
 )
-from trials.precision import mixed_precision_policy, wide_modules
+from trials.precision import float8_scales, mixed_precision_policy, wide_modules
 from trials.spec import Layout, Precision
 from trials.torch_support import parameter_groups, replicas_keep_buffers
 
@@ -415,6 +416,44 @@ def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: P
         _gather_experts_ahead(list(model.layers.values()))
 
 
+class _ByteGather:
+    """FSDP's all-gather, of bytes: not every backend has 8-bit floats."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        whole, part = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
+        work: dist.Work | None = _all_gather(whole, part, group=group, async_op=async_op)
+        return work
+
+
+class Float8Scales:
+    """The scales of the weights that FSDP gathers in 8-bit floats, one per matrix and the same on all of its shards.
+
+    All are computed at once after each update. Otherwise, each gather of each matrix would reduce a scale of its own.
+    """
+
+    def __init__(self, model: TrainModel, mesh: DeviceMesh | None) -> None:
+        self._weights = [parameter for parameter in model.parameters() if _gathers_float8(parameter)]
+        self._group = flat_mesh(mesh, SHARD_AXES).get_group() if mesh is not None and self._weights else None
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute the scales of the present weights."""
+        if self._weights:
+            largest = torch.stack(torch._foreach_norm([stored_part(one) for one in self._weights], math.inf))
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+            for weight, scale in zip(self._weights, float8_scales(largest), strict=True):
+                cast(Any, weight)._local_tensor._precomputed_scale = scale
+
+
+def _gathers_float8(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and hasattr(parameter._local_tensor, "fsdp_pre_all_gather")
+
+
 def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
     """Shard one unit: weights by rows, and those of experts, if they cannot be dealt out evenly, each by rows."""
     number = mesh.size(mesh.ndim - 1)
@@ -424,6 +463,8 @@ def _shard(unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, r
         return Shard(1) if splits_each else None
 
     fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement)
+    if any(map(_gathers_float8, unit.parameters())):
+        cast(FSDPModule, unit).set_custom_all_gather(cast(Any, _ByteGather()))
 
 
 def _gather_experts_ahead(layers: Sequence[nn.Module]) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -437,14 +437,19 @@ def local_part(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()
+        return _plain(tensor.to_local())
+
+
+def _plain(local: Tensor) -> Tensor:
+    """Return the elements of a weight that FSDP gathers in 8-bit floats; other tensors unchanged."""
+    return cast(Any, local)._tensor if hasattr(local, "fsdp_pre_all_gather") else local
 
 
 def stored_part(tensor: Tensor) -> Tensor:
     """Return the plain tensor with the rank's part; calls no operator, and waits for no collective."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else _plain(tensor)
 
 
 def plain_name(name: str) -> str:

@@ -37,6 +37,7 @@ from trials.parallel.context import apply_context_parallel, split_sequence
 from trials.parallel.copies import apply_copies, interleave_positions
 from trials.parallel.data_parallel import (
     BucketedReplica,
+    Float8Scales,
     apply_buckets,
     apply_ddp,
     apply_fsdp,
@@ -139,6 +140,8 @@ class Trainer:
             grad_factor=lambda: self._grad_factor,
             on_host=candidate.offload.optimizer,
         )
+        self._scales = [Float8Scales(part.model, mesh) for part in self.parts]
+        self._compute_scales()
         # Among the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 
@@ -222,8 +225,13 @@ class Trainer:
     def _update(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
+            self._compute_scales()
         if self.balance is not None:
             self.balance.update()
+
+    def _compute_scales(self) -> None:
+        for scales in self._scales:
+            scales.compute()
 
     def _clear_gradients(self) -> None:
         if self.optimizer is not None:
@@ -762,7 +770,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     layout = candidate.layout
     model = build_model(spec.workload, chunk, candidate.kernels.fused)
     store(model, candidate.precision, sharded=uses_fsdp(layout), is_whole=layout.pp == 1)
-    apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
+    apply_float8(model, candidate.precision, device, tp=layout.tp, num_shards=layout.dp_shard * layout.cp)
     shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     compute_wide(model, candidate.precision)
