@@ -497,7 +497,8 @@ def _engines(layout: Layout) -> tuple[str, str, str]:
 def _engine_codes(layout: Layout) -> tuple[int, ...]:
     """Return the engines as numbers; 0 is comparable with all."""
     return tuple(
-        ("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses", "ring").index(e) for e in _engines(layout)
+        ("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses", "ring", "hybrid").index(e)
+        for e in _engines(layout)
     )
 
 
