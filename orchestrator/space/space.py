@@ -119,10 +119,9 @@ def _ulysses_degree(cp: int, tp: int, model: Model, devices_per_node: int | None
     known."""
     decoder = decoder_of(model)
     heads = 0 if decoder is None else math.gcd(decoder.num_heads, decoder.num_kv_heads)
-    most = cp if devices_per_node is None else max(1, devices_per_node // tp)
-    return next(
-        size for size in range(min(cp, most), 0, -1) if cp % size == 0 and (heads % (tp * size) == 0 or size == 1)
-    )
+    most = cp if devices_per_node is None else min(cp, devices_per_node // tp)
+    fitting = (size for size in range(most, 1, -1) if cp % size == 0 and heads % (tp * size) == 0)
+    return next(fitting, 1)
 
 
 def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
@@ -343,9 +342,8 @@ def _layouts(choices: Choices, model: Model, devices_per_node: int | None) -> di
     found: dict[Layout, dict[Recompute, None]] = {}
     num_layers = model.num_layers
     engines = tuple(dict.fromkeys(engine_for(engine, model) for engine in choices["tp_engine"]))
-    without_engine = _distinct(
-        _settings(choices, "layout"), lambda values: build_layout(values, model, devices_per_node)
-    )
+    settings = _settings(choices, "layout")
+    without_engine = _distinct(settings, lambda values: build_layout(values, model, devices_per_node))
     for layout, engine in product(without_engine, engines):
         present = layers_of(layout, num_layers)
         for choice in choices["recompute"]:

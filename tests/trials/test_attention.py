@@ -283,6 +283,13 @@ CASES = {
         "hybrid-selective": (HYBRID, {"selective": r"attention\.scaled_dot_product_attention"}),
         "ulysses-local-sp-all-heads": (Layout(cp=2, cp_method="ulysses", **LOCAL_SP), ALL_HEADS),
     },
+    8: {
+        "hybrid-copies-recompute-all-heads": (
+            dataclasses.replace(HYBRID, num_copies=2, **LOCAL_SP),
+            {**ALL_HEADS, "recompute": True},
+        ),
+        "hybrid8-all-heads": (dataclasses.replace(HYBRID, cp=8, ulysses_degree=4), ALL_HEADS),
+    },
 }
 
 
