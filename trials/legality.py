@@ -82,7 +82,8 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep)
+    axes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+    degrees = (*axes, layout.ep, layout.ulysses_degree)
     return (
         None
         if min(*degrees, layout.num_virtual_stages, candidate.micro_batch_size) >= 1
@@ -294,12 +295,25 @@ def _cp_sequence(workload: Workload, candidate: Candidate) -> str | None:
 
 def _cp_heads(workload: Workload, candidate: Candidate) -> str | None:
     layout, model = candidate.layout, workload.model
-    if layout.cp == 1 or layout.cp_method != "ulysses" or not isinstance(model, LlamaModel):
+    ranks = {"ulysses": ("cp", layout.cp), "hybrid": ("ulysses_degree", layout.ulysses_degree)}.get(layout.cp_method)
+    if layout.cp == 1 or ranks is None or not isinstance(model, LlamaModel):
         return None
+    degree, size = ranks
     for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
-        if heads % (layout.tp * layout.cp):
-            return f"cp_method ulysses: {name} {heads} is not divisible by tp {layout.tp} x cp {layout.cp}"
+        if heads % (layout.tp * size):
+            method = f"cp_method {layout.cp_method}"
+            return f"{method}: {name} {heads} is not divisible by tp {layout.tp} x {degree} {size}"
     return None
+
+
+def _cp_hybrid(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    degree, cp = layout.ulysses_degree, layout.cp
+    if layout.cp_method != "hybrid":
+        return None if degree == 1 else f"ulysses_degree {degree} requires cp_method hybrid"
+    if 1 < degree < cp and cp % degree == 0:
+        return None
+    return f"cp_method hybrid: ulysses_degree {degree} is not a divisor of cp {cp} between 1 and {cp}"
 
 
 # ---- pipeline ----
@@ -380,6 +394,7 @@ LAYOUT_RULES = make_rules(
     ("latent-attention", "layout.tp layout.tp_engine precision", _latent_attention),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
+    ("cp-hybrid", "layout", _cp_hybrid),
     ("virtual-stages", "layout", _virtual_stages),
     ("stage-layers", "layout", _stage_layers),
     ("num-microbatches", "layout micro_batch_size", _num_microbatches),

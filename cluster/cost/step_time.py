@@ -97,7 +97,8 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
     time. Matrices with rows not a multiple of 16 bytes miss the fast paths (NVIDIA, Matrix Multiplication Background
     User's Guide, section 2), unless fused kernels pad them.
     """
-    keys = x.seq_length / np.where(x.cp_method == CP_METHODS.index("ring"), x.cp, 1.0)
+    gathers = x.cp_method == CP_METHODS.index("all_gather")
+    keys = x.seq_length / np.where(gathers, 1.0, x.passing_keys)
     by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
     half = np.where(x.on_cores > 0, CORE_SHARE, 1.0) * HALF_SEQUENCE
     fused = keys / (keys + half) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
@@ -282,17 +283,23 @@ def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) ->
     In a ring, keys and values go round twice and the sums of their gradients once, each step during the attention of
     the previous one (Liu et al., arXiv 2310.01889). With gathering, they arrive twice, behind a rank's attention to its
     own part; their gradients are scattered afterwards (``trials/parallel/context.py``). Heads are exchanged before and
-    after attention, in both passes (Jacobs et al., arXiv 2309.14509).
+    after attention, in both passes (Jacobs et al., arXiv 2309.14509), among neighbours if the hybrid method also passes
+    keys and values between them.
     """
-    inside = x.tp * x.cp <= x.domain_size
-    bandwidth = np.where(inside, link_rate(x, k), network_rate(x, k))
-    once = work.cp_bytes / bandwidth
+    heads, keys = x.exchanging_heads, x.passing_keys
+    once = work.keys_bytes / _rate_among(x, k, x.tp * x.cp)
     attention = 3.5 * work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
     latency = k["collective_latency_s"]
     gathered = exposed(2 * once, attention / x.cp, k) + once + 3 * latency
-    by_heads = 2 * once + 4 * latency
-    ring = exposed(3 * once, 0.7 * attention, k) + 3 * x.cp * latency
-    return np.where(x.cp > 1, np.choose(x.cp_method.astype(int), [gathered, by_heads, ring]), 0.0)
+    by_heads = 2 * work.heads_bytes / _rate_among(x, k, x.tp * heads) + 4 * latency
+    ring = exposed(3 * once, 0.7 * attention, k) + 3 * keys * latency
+    passed = np.where(x.cp_method == CP_METHODS.index("all_gather"), gathered, ring)
+    return np.where(heads > 1, by_heads, 0.0) + np.where(keys > 1, passed, 0.0)
+
+
+def _rate_among(x: CostInputs, k: Coefficients, ranks: Array) -> Array:
+    """Return the bandwidth among so many neighbouring ranks."""
+    return np.where(ranks <= x.domain_size, link_rate(x, k), network_rate(x, k))
 
 
 def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:

@@ -65,7 +65,8 @@ SHARD_SIZE, SHARDS_SUMS = f"{_OPTIMIZER}.optimizer_weight_shard_size", f"{_OPTIM
 INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
 CHUNKS, OFFSET = f"{MODEL}.pp_interleave_num", f"{MODEL}.offset"
 CP_METHOD = "parallel_config.context_parallel_algo"
-CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
+CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp", "hybrid": "hybrid_cp"}
+ULYSSES_DEGREE = "parallel_config.ulysses_degree_in_cp"
 SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
 FULL, SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
 COMMUNICATION = "recompute_config.select_comm_recompute"
@@ -201,6 +202,9 @@ def _write_cp_method(builder: SettingsBuilder) -> None:
     if layout.cp == 1:
         return
     builder.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
+    builder.drop(ULYSSES_DEGREE)
+    if layout.cp_method == "hybrid":
+        builder.settings[ULYSSES_DEGREE] = layout.ulysses_degree
     if layout.cp_method not in CP_METHODS:
         builder.refuse("layout.cp_method", f"{layout.cp_method} is not supported; exported as all_gather")
 
@@ -209,7 +213,9 @@ def _read_cp_method(found: Found) -> dict[str, Any]:
     ours = {theirs: name for name, theirs in CP_METHODS.items()}
     if found.get(CP_METHOD) not in ours and found.whole("layout.cp", CP) != 1:
         found.unread("layout.cp_method", f"{CP_METHOD}: {found.get(CP_METHOD)}")
-    return {"layout.cp_method": ours.get(str(found.get(CP_METHOD)))}
+    method = ours.get(str(found.get(CP_METHOD)))
+    degree = found.whole("layout.ulysses_degree", ULYSSES_DEGREE, 1) if method == "hybrid" else 1
+    return {"layout.cp_method": method, "layout.ulysses_degree": degree}
 
 
 def _write_pipeline(builder: SettingsBuilder) -> None:
@@ -592,8 +598,8 @@ ROWS: tuple[Setting, ...] = (
     own_collectives("the MindSpore compiler places the collectives", lambda found: int(found[TP])),
     custom((), (EMBEDDING,), _write_embedding),
     row(
-        "layout.cp_method",
-        CP_METHOD,
+        ("layout.cp_method", "layout.ulysses_degree"),
+        (CP_METHOD, ULYSSES_DEGREE),
         _write_cp_method,
         _read_cp_method,
         matters=lambda candidate: candidate.layout.cp > 1,

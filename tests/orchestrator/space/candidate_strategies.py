@@ -54,7 +54,8 @@ def random_candidate(rng, *, fitting=False):
         sequence_parallel=rng.random() < 0.5,
         tp_engine=rng.choice(["dtensor", "local"]),
         num_copies=rng.choice([1, 1, 2]),
-        cp_method=rng.choice(["all_gather", "ulysses", "ring"]),
+        cp_method=rng.choice(["all_gather", "ulysses", "ring", "hybrid"]),
+        ulysses_degree=rng.choice([1, 2]),
         schedule=schedule,
         num_virtual_stages=chunks,
         stage_layers=(split(rng, chunks, pp) if good else counts(rng, chunks, pp, low=-1))

@@ -160,8 +160,16 @@ BROKEN_WHEN = {
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
         c.layout.cp > 1
-        and c.layout.cp_method == "ulysses"
-        and any(heads % (c.layout.cp * c.layout.tp) for heads in (w.model.num_heads, w.model.num_kv_heads))
+        and c.layout.cp_method in ("ulysses", "hybrid")
+        and any(
+            heads % ((c.layout.cp if c.layout.cp_method == "ulysses" else c.layout.ulysses_degree) * c.layout.tp)
+            for heads in (w.model.num_heads, w.model.num_kv_heads)
+        )
+    ),
+    "cp-hybrid": lambda c, w: (
+        (c.layout.ulysses_degree, c.layout.cp) not in ((2, 4), (2, 6), (3, 6))
+        if c.layout.cp_method == "hybrid"
+        else c.layout.ulysses_degree > 1
     ),
     "virtual-stages": lambda c, w: wrong_chunks(c.layout),
     "stage-layers": lambda c, w: wrong_stages(c.layout),
