@@ -210,7 +210,7 @@ def _copies_of_positions(workload: Workload, candidate: Candidate) -> str | None
         return f"{size}: use cp 1, or an even micro_batch_size"
     if candidate.loader.batching == "buckets":
         return f"{size}: use batching padding, or an even micro_batch_size"
-    parts = 2 * (layout.tp if layout.sequence_parallel else 1)
+    parts = 2 * (layout.tp if layout.sequence_parallel or has_experts(workload.model) else 1)
     if workload.seq_length % parts:
         return f"{size}: seq_length {workload.seq_length} is not divisible by {parts}"
     return None
@@ -235,8 +235,8 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
         return f"tp {layout.tp} keeps experts whole on different ranks: ep {layout.ep} must be a multiple of it"
     if layout.tp_engine == "dtensor":
         return f"tp {layout.tp} of a mixture of experts requires tp_engine local or auto"
-    if layout.num_copies > 1:
-        return "num_copies 2: mixtures of experts are not split into copies; use 1"
+    if candidate.splits_positions and experts.aux_loss:
+        return "num_copies 2 with an odd micro_batch_size: aux_loss needs whole sequences; use an even micro_batch_size"
     if workload.seq_length % (layout.cp * layout.tp):
         parts = f"cp {layout.cp} x tp {layout.tp}"
         return f"ranks route different positions: seq_length {workload.seq_length} is not divisible by {parts}"
@@ -389,7 +389,7 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size loader.batching", _copies),
-    ("experts", "layout precision.level", _experts_layout),
+    ("experts", "layout micro_batch_size precision.level", _experts_layout),
     ("expert-parallel", "layout", _expert_parallel),
     ("latent-attention", "layout.tp layout.tp_engine precision", _latent_attention),
     ("cp-seq-length", "layout", _cp_sequence),
