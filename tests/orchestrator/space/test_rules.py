@@ -121,7 +121,7 @@ BROKEN_WHEN = {
                 or (
                     c.layout.cp == 1
                     and c.loader.batching != "buckets"
-                    and w.seq_length % (2 * c.layout.tp if c.layout.sequence_parallel else 2) == 0
+                    and w.seq_length % (2 * c.layout.tp if c.layout.sequence_parallel or w.model.experts else 2) == 0
                 )
             )
         )
@@ -135,7 +135,7 @@ BROKEN_WHEN = {
                 and (
                     c.layout.ep % c.layout.tp > 0
                     or c.layout.tp_engine == "dtensor"
-                    or c.layout.num_copies == 2
+                    or (c.layout.num_copies == 2 and c.micro_batch_size in (1, 3) and w.model.experts.aux_loss > 0)
                     or w.seq_length % (c.layout.cp * c.layout.tp) > 0
                 )
             )
