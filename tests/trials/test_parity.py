@@ -30,6 +30,7 @@ from tests.trials.parity_knobs import (
     read_rows,
     spec_of,
 )
+from tests.trials.ranks import planted
 from tests.trials.tiny import tiny_spec
 from trials.spec import Kernels, Layout, Loader, Precision, Recompute, SelectiveRecompute
 
@@ -253,6 +254,26 @@ def test_trains_like_a_single_process(name):
     loss, norm = differences(results(PARTS[name])[name], baselines()[BASELINES[MATRIX[name].workload]])
     loss_limit, norm_limit = tolerances(MATRIX[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+CONTEXT = "trials.parallel.context"
+HYBRID_FAULTS = {
+    "none": (CONTEXT, "in_order", lambda in_order: in_order),
+    "pieces in the order of ranks": (CONTEXT, "in_order", lambda _: lambda x: x.movedim(0, -3).flatten(-3, -2)),
+    "ring inside of the groups": (
+        CONTEXT, "sequence_mesh", lambda real: lambda mesh: {"ring": real(mesh)["ulysses"], "ulysses": real(mesh)["ring"]}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_faults_of_hybrid_context_parallelism_show(tmp_path):
+    spec = dataclasses.replace(tiny_spec(Layout(**HYBRID), workload=WORKLOAD), protocol=THREE_STEPS)
+    around = [functools.partial(planted, *fault) for fault in HYBRID_FAULTS.values()]
+    found = run_gang([spec] * len(around), tmp_path, around=around)
+    shown = [max(differences(result, baselines()[BASELINES[WORKLOAD]])) > 1e-5 for result in found]
+    assert dict(zip(HYBRID_FAULTS, shown, strict=True)) == {name: name != "none" for name in HYBRID_FAULTS}
 
 
 @pytest.mark.slow
