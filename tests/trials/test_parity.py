@@ -260,10 +260,12 @@ CONTEXT = "trials.parallel.context"
 HYBRID_FAULTS = {
     "none": (CONTEXT, "in_order", lambda in_order: in_order),
     "pieces in the order of ranks": (CONTEXT, "in_order", lambda _: lambda x: x.movedim(0, -3).flatten(-3, -2)),
-    "ring inside of the groups": (
-        CONTEXT, "sequence_mesh", lambda real: lambda mesh: {"ring": real(mesh)["ulysses"], "ulysses": real(mesh)["ring"]}
-    ),
-}  # fmt: skip
+    "ring inside of the groups": (CONTEXT, "sequence_mesh", lambda real: lambda mesh: swapped(real(mesh))),
+}
+
+
+def swapped(mesh):
+    return {"ring": mesh["ulysses"], "ulysses": mesh["ring"]}
 
 
 @pytest.mark.slow
