@@ -256,16 +256,24 @@ def test_trains_like_a_single_process(name):
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
 
 
+def no_fault(original):
+    return original
+
+
+def in_the_order_of_ranks(_in_order):
+    return lambda parts: parts.movedim(0, -3).flatten(-3, -2)
+
+
+def ring_inside_of_the_groups(sequence_mesh):
+    return lambda mesh: {"ring": sequence_mesh(mesh)["ulysses"], "ulysses": sequence_mesh(mesh)["ring"]}
+
+
 CONTEXT = "trials.parallel.context"
 HYBRID_FAULTS = {
-    "none": (CONTEXT, "in_order", lambda in_order: in_order),
-    "pieces in the order of ranks": (CONTEXT, "in_order", lambda _: lambda x: x.movedim(0, -3).flatten(-3, -2)),
-    "ring inside of the groups": (CONTEXT, "sequence_mesh", lambda real: lambda mesh: swapped(real(mesh))),
+    "none": (CONTEXT, "in_order", no_fault),
+    "order of positions": (CONTEXT, "in_order", in_the_order_of_ranks),
+    "wrong group": (CONTEXT, "sequence_mesh", ring_inside_of_the_groups),
 }
-
-
-def swapped(mesh):
-    return {"ring": mesh["ulysses"], "ulysses": mesh["ring"]}
 
 
 @pytest.mark.slow
