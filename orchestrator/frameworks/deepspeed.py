@@ -193,7 +193,8 @@ def _write_sequence(builder: SettingsBuilder) -> None:
     if layout.tp > 1:
         builder.refuse("layout.cp", "Ulysses and AutoTP cannot be combined")
     if layout.cp_method != "ulysses":
-        builder.refuse("layout.cp_method", "DeepSpeed supports only Ulysses for splitting sequences")
+        for knob in ("layout.cp_method", *(["layout.ulysses_degree"] if layout.ulysses_degree > 1 else [])):
+            builder.refuse(knob, "DeepSpeed supports only Ulysses for splitting sequences")
     builder.warn(
         "layout.cp",
         "your script must use Ulysses attention in the model (UlyssesSPAttentionHF or DistributedAttention)",

@@ -169,17 +169,6 @@ def unable(*paths: str, message: str) -> Setting:
 NO_FP32_MODULES = unable("precision.keep_fp32", message="no setting keeps single modules in fp32")
 
 
-def gathers_keys(message: str) -> Setting:
-    """Errors for all other methods of context parallelism."""
-
-    def write(builder: SettingsBuilder) -> None:
-        if requested(builder, "layout.cp_method"):
-            builder.refuse("layout.cp_method", message)
-
-    names = ("layout.cp_method", "layout.ulysses_degree")
-    return custom(names, (), write, lambda _: {name: defaults()[name] for name in names})
-
-
 def no_pipeline(message: str) -> Setting:
     """Errors for all pipeline settings."""
     names = ("pp", "schedule", "num_virtual_stages", "stage_layers")

@@ -162,7 +162,8 @@ def _write_cp(builder: SettingsBuilder) -> None:
     if builder.is_export and layout.cp > 1 and layout.cp_method == "all_gather":
         builder.warn("layout.cp_method", "keys and values are passed around a ring instead of being gathered at once")
     if layout.cp_method == "hybrid":
-        builder.refuse("layout.cp_method", "ring and Ulysses are not combined; exported as ring")
+        for knob in ("layout.cp_method", "layout.ulysses_degree"):
+            builder.refuse(knob, "ring and Ulysses are not combined; exported as ring")
 
 
 def _read_cp(found: Found) -> dict[str, Any]:

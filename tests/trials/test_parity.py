@@ -30,6 +30,7 @@ from tests.trials.parity_knobs import (
     read_rows,
     spec_of,
 )
+from tests.trials.ranks import planted
 from tests.trials.tiny import tiny_spec
 from trials.spec import Kernels, Layout, Loader, Precision, Recompute, SelectiveRecompute
 
@@ -253,6 +254,36 @@ def test_trains_like_a_single_process(name):
     loss, norm = differences(results(PARTS[name])[name], baselines()[BASELINES[MATRIX[name].workload]])
     loss_limit, norm_limit = tolerances(MATRIX[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+def no_fault(original):
+    return original
+
+
+def in_the_order_of_ranks(_in_order):
+    return lambda parts: parts.movedim(0, -3).flatten(-3, -2)
+
+
+def ring_inside_of_the_groups(sequence_mesh):
+    return lambda mesh: {"ring": sequence_mesh(mesh)["ulysses"], "ulysses": sequence_mesh(mesh)["ring"]}
+
+
+CONTEXT = "trials.parallel.context"
+HYBRID_FAULTS = {
+    "none": (CONTEXT, "in_order", no_fault),
+    "order of positions": (CONTEXT, "in_order", in_the_order_of_ranks),
+    "wrong group": (CONTEXT, "sequence_mesh", ring_inside_of_the_groups),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_faults_of_hybrid_context_parallelism_show(tmp_path):
+    spec = dataclasses.replace(tiny_spec(Layout(**HYBRID), workload=WORKLOAD), protocol=THREE_STEPS)
+    around = [functools.partial(planted, *fault) for fault in HYBRID_FAULTS.values()]
+    found = run_gang([spec] * len(around), tmp_path, around=around)
+    shown = [max(differences(result, baselines()[BASELINES[WORKLOAD]])) > 1e-5 for result in found]
+    assert dict(zip(HYBRID_FAULTS, shown, strict=True)) == {name: name != "none" for name in HYBRID_FAULTS}
 
 
 @pytest.mark.slow
