@@ -152,7 +152,7 @@ LLAMAS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st
         num_layers=NUM_LAYERS,
         ffn_hidden_size=drawn[2] * 8,
         vocab_size=256 + drawn[2],
-        experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=16) if drawn[2] % 3 == 0 else None,
+        experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.1) if drawn[2] % 3 == 0 else None,
         latent=LATENT if drawn[1] == 1 and drawn[2] % 2 == 0 else None,
     )
 )

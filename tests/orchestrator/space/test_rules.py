@@ -91,7 +91,7 @@ def wrong_recompute(candidate):
     return False
 
 
-EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16)
+EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.1)
 LATENT = LatentAttention(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 BROKEN_WHEN = {
     "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
