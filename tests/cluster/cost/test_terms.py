@@ -339,6 +339,16 @@ def test_spreading_experts_saves_memory_and_costs_communication():
     assert recomputed[2]["expert_parallel"][0] == pytest.approx(1.5 * spread[2]["expert_parallel"][0])
 
 
+def test_copies_hide_the_exchange_of_experts_all_of_it_behind_shared_ones():
+    layout = {**MIXTRAL, "ep": 8, "tp": 2, "whole_experts": 1, "sequence_parallel": 1}
+    alone, copies, shared = (
+        figures(**layout, **changes)[2]["expert_parallel"][0]
+        for changes in ({}, {"num_copies": 2}, {"num_copies": 2, "shared_ffn": 4096})
+    )
+    assert alone / 4 < copies < alone
+    assert shared < alone / 4
+
+
 def test_optimiser_states_of_experts_are_shared_by_those_who_hold_the_same():
     states = []
     for ep in (1, 8):
