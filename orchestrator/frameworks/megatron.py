@@ -297,8 +297,14 @@ def _read_cp_method(found: Found) -> dict[str, Any]:
     method = names.get(configured)
     if method != "hybrid":
         return {"layout.cp_method": method, "layout.ulysses_degree": 1}
-    degree = found.number("layout.ulysses_degree", CP_SIZES, (found.get(CP_SIZES) or [None])[0])
-    return {"layout.cp_method": method, "layout.ulysses_degree": degree}
+    sizes = found.get(CP_SIZES)
+    if not sizes:
+        found.unread("layout.cp_method", f"{CP_METHOD} {configured} without {CP_SIZES}")
+        return {"layout.cp_method": None, "layout.ulysses_degree": None}
+    return {
+        "layout.cp_method": method,
+        "layout.ulysses_degree": found.number("layout.ulysses_degree", CP_SIZES, sizes[0]),
+    }
 
 
 def _write_pipeline(builder: SettingsBuilder) -> None:

@@ -156,15 +156,19 @@ COPIES = Layout(tp=2, tp_engine="local", num_copies=2, ep=2)
 def test_copies_are_routed_like_the_whole(tmp_path):
     """Halves of the sequences, whose own losses are means, and halves of the positions of one sequence."""
     few_losses = dataclasses.replace(EXPERTS, aux_loss=0.0)
-    split_sequence = dataclasses.replace(COPIES, sequence_parallel=True)
-    for shape, layouts, number in ((EXPERTS, [COPIES], 2), (few_losses, [COPIES, split_sequence], 8)):
-        specs = [
-            with_experts(dataclasses.replace(spec, protocol=THREE_STEPS), shape)
-            for spec in (tiny_spec(layout, workload=WORKLOAD, num_microbatches=number) for layout in layouts)
-        ]
-        (expected,) = run_gang([with_experts(spec_of(NEUTRAL), shape)], tmp_path / f"alone-{number}")
-        for found in run_gang(specs, tmp_path / f"copies-{number}"):
-            assert max(differences(found, expected)) < 1e-5
+    trials = [
+        (COPIES, EXPERTS, 2),
+        (COPIES, few_losses, 8),
+        (dataclasses.replace(COPIES, sequence_parallel=True), few_losses, 8),
+    ]
+    specs = [
+        with_experts(tiny_spec(layout, workload=WORKLOAD, num_microbatches=number), shape)
+        for layout, shape, number in trials
+    ]
+    found = run_gang([dataclasses.replace(spec, protocol=THREE_STEPS) for spec in specs], tmp_path / "copies")
+    (alone,) = run_gang([with_experts(spec_of(NEUTRAL), few_losses)], tmp_path / "alone")
+    for result, expected in zip(found, (reference(), alone, alone), strict=True):
+        assert max(differences(result, expected)) < 1e-5
 
 
 def test_split_experts_are_gathered_with_their_layer():
