@@ -64,7 +64,8 @@ def split_specs(specs):
 
 
 WHOLE = legal(dense_specs())
-SPLIT = split_specs(dense_specs())
+RECOMPUTED_COPIES = {**NEUTRAL, "dp": "zero3", "tp": "local-sp-copies", "recompute": "full", "batches": "m2"}
+SPLIT = split_specs(dense_specs() | {name_of(RECOMPUTED_COPIES): with_experts(spec_of(RECOMPUTED_COPIES))})
 SPECS = WHOLE | SPLIT
 
 
