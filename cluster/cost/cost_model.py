@@ -158,6 +158,7 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "dp_shard": layout.dp_shard,
         "cp": layout.cp,
         "cp_method": CP_METHODS.index(layout.cp_method),
+        "ulysses_degree": layout.ulysses_degree,
         "tp": layout.tp,
         "attention_params": _attention_params(_decoder(workload), layout.tp),
         "ep": max(1.0, layout.ep / layout.tp),
@@ -198,7 +199,8 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Return bytes per element or parameter. O0 keeps everything in fp32, O1 adds a 16-bit copy of the weights, O2
-    keeps 16-bit weights with fp32 masters. ZeRO-3 gathers O1's weights in fp32. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy."""
+    keeps 16-bit weights with fp32 masters. ZeRO-3 gathers O1's weights in fp32. O1-fp8, and O1 under ZeRO-3, cast
+    weights at each use and keep no copy."""
     level, layout = candidate.precision.level, candidate.layout
     low = candidate.precision.base == "O2"
     # FSDP2 reduces in fp32; plain 16-bit parameters are reduced in their own format.

@@ -409,6 +409,24 @@ def test_accumulating_shards_holds_no_whole_gradients():
     assert each.collectives["reduce_scatter"].num_calls == 2 * last.collectives["reduce_scatter"].num_calls
 
 
+def test_weights_of_8_bit_matmuls_are_gathered_in_8_bits_and_scaled_at_once():
+    spec = FAMILIES["ZeRO-3 x2, O2 fp8"]
+    precision = dataclasses.replace(spec.candidate.precision, fp8_gather=True)
+    short = dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, precision=precision))
+    plain, made = simulated_runs([DryRunRequest(spec=one, rank=0, mode="cpu") for one in (spec, short)])
+    model = spec.workload.model
+    kv_width = model.num_kv_heads * model.head_size
+    matrices = (
+        model.num_layers
+        * model.hidden_size
+        * (2 * model.num_heads * model.head_size + 2 * kv_width + 3 * model.ffn_hidden_size)
+    )
+    before, after = (run.collectives["all_gather"] for run in (plain, made))
+    # Each is gathered before the forward and before the backward pass.
+    assert before.num_bytes - after.num_bytes == 2 * matrices and before.num_calls == after.num_calls
+    assert made.collectives["all_reduce"].num_calls == plain.collectives["all_reduce"].num_calls + 1
+
+
 def test_weights_that_stay_whole_are_gathered_once_a_step():
     one, two = (_simulated("ZeRO-2 x2", number) for number in (1, 2))
     assert one.collectives["all_gather"] == two.collectives["all_gather"]
