@@ -422,8 +422,9 @@ def test_weights_of_8_bit_matmuls_are_gathered_in_8_bits_and_scaled_at_once():
         * (2 * model.num_heads * model.head_size + 2 * kv_width + 3 * model.ffn_hidden_size)
     )
     before, after = (run.collectives["all_gather"] for run in (plain, made))
-    # Each is gathered before the forward and before the backward pass.
-    assert before.num_bytes - after.num_bytes == 2 * matrices and before.num_calls == after.num_calls
+    # Before the forward and before the backward pass of each micro-batch.
+    gathers = 2 * spec.candidate.num_microbatches(spec.workload.global_batch_size)
+    assert before.num_bytes - after.num_bytes == gathers * matrices and before.num_calls == after.num_calls
     assert made.collectives["all_reduce"].num_calls == plain.collectives["all_reduce"].num_calls + 1
 
 
