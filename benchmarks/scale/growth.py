@@ -178,11 +178,11 @@ def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
 
 
 def kill_a_rank(controller_pid: int) -> None:
-    """Kill the youngest process of the sweep."""
-    while True:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(descendants(controller_pid)[-1], signal.SIGKILL)
-            return
+    """Kill the youngest process of the sweep; wait for one."""
+    while not (pids := descendants(controller_pid)):
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[-1], signal.SIGKILL)
 
 
 def submitted(folder: Path) -> subprocess.Popen[bytes]:
