@@ -51,6 +51,8 @@ REAL = {
     "tracking": {"report": False},
 }
 """Two trials at a time, with steps of a few milliseconds, out of 12,000 candidates."""
+WIDER = {"num_workers": [0, 1, 2, 3, 4, 6, 8, 12], "prefetch_factor": [1, 2, 4]}
+"""Knobs of the simulated sweep, so that it has more than 100,000 legal candidates."""
 FAULT_EVERY_S = 60.0
 FAULTS_PER_CONTROLLER = 10
 READING_EVERY = 5
@@ -142,7 +144,8 @@ class Watcher:
 def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
     """A simulated sweep to its end, with a sample after every so many trials."""
     command = [sys.executable, "-m", "benchmarks.scale.controller", "--trials", str(args.trials)]
-    command += ["--folder", str(folder), "--gangs", "50", "--json", *(["--mlflow"] if args.mlflow else [])]
+    command += ["--folder", str(folder), "--gangs", "50", "--sampler", args.sampler, "--narrower", json.dumps(WIDER)]
+    command += ["--json", *(["--mlflow"] if args.mlflow else [])]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         due = args.every
         while process.poll() is None:
@@ -222,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, help="length of a simulated sweep")
     parser.add_argument("--every", type=int, default=5000, help="trials between samples; default %(default)s")
+    parser.add_argument("--sampler", default="random", help="of the simulated sweep; default %(default)s")
     parser.add_argument("--mlflow", action="store_true", help="record the simulated sweep in MLflow, too")
     parser.add_argument("--minutes", type=float, help="length of a real sweep with faults")
     parser.add_argument("--out", type=Path, default=Path("growth.json"), help="samples; default %(default)s")

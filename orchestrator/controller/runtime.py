@@ -452,6 +452,7 @@ class _Running:
 
     trial: int
     placement: Placement
+    nodes: tuple[str, ...]
     progress: list[GangProgress] = field(default_factory=list)
 
 
@@ -570,7 +571,7 @@ class Runtime:
     def _maintain(self) -> None:
         """Process requests, adjust the lease, and update its nodes."""
         self._read_requests()
-        busy = {node for running in self._running.values() for node in running.placement.nodes}
+        busy = {node for running in self._running.values() for node in running.nodes}
         self._lease.renew(busy)
         if self._lease.is_overdue:
             self._kill_on(self._lease.leaving, "preempted: another sweep needs the node")
@@ -586,7 +587,7 @@ class Runtime:
 
     def _kill_on(self, nodes: frozenset[str], reason: str) -> None:
         for attempt, running in self._running.items():
-            if not nodes.isdisjoint(running.placement.nodes):
+            if not nodes.isdisjoint(running.nodes):
                 self._kill(attempt, reason, "preempted")
 
     def _kill(self, attempt: str, reason: str, cause: LossCause) -> bool:
@@ -666,7 +667,7 @@ class Runtime:
                 num_devices=len(placement.reserved),
             )
         )
-        self._running[name] = _Running(trial.number, placement)
+        self._running[name] = _Running(trial.number, placement, placement.nodes)
         self._placer.take(trial.number, placement, launchable(self._state))
         self._cluster.launch(launch)
 
