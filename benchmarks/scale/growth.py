@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.scale.controller import slope
 from benchmarks.scale.reading import timed
 from cluster.processes import descendants
+from orchestrator.errors import ConfigError
 from orchestrator.sweep.snapshot import Home
 from orchestrator.tracking.mlflow_tracker import Tracker
 
@@ -56,7 +57,7 @@ WIDER = {"num_workers": [0, 1, 2, 3, 4, 6, 8, 12], "prefetch_factor": [1, 2, 4]}
 FAULT_EVERY_S = 60.0
 FAULTS_PER_CONTROLLER = 10
 READING_EVERY = 5
-"""Samples of a real sweep from one with the costs of reading to the next: reading takes CPU time from the sweep."""
+"""Samples from one with the costs of reading to the next: reading takes CPU time from the sweep."""
 TITLES = {
     "rss_mib": "memory of the controller, MiB",
     "descriptors": "open descriptors of the controller",
@@ -97,7 +98,7 @@ class Watcher:
     def num_trials(self) -> int:
         try:
             return len(Home(self.home).read(self.name).state.trials)
-        except LookupError:
+        except ConfigError:  # not begun
             return 0
 
     def look(self, pid: int, *, with_reading: bool = True) -> None:
@@ -124,8 +125,8 @@ class Watcher:
     def _reading(self) -> dict[str, float | None]:
         place = ("--home", str(self.home))
         return {
-            "status_s": timed("status", self.name, *place)["cpu_s"],
-            "page_s": timed("report", self.name, *place, "--html", str(self._page))["cpu_s"],
+            "status_s": timed("status", self.name, *place, repeats=1)["cpu_s"],
+            "page_s": timed("report", self.name, *place, "--html", str(self._page), repeats=1)["cpu_s"],
             "query_s": self._query_s(),
         }
 
@@ -147,12 +148,12 @@ def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
     command += ["--folder", str(folder), "--gangs", "50", "--sampler", args.sampler, "--narrower", json.dumps(WIDER)]
     command += ["--json", *(["--mlflow"] if args.mlflow else [])]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        due = args.every
+        number = 1
         while process.poll() is None:
-            if watcher.num_trials() >= due:
-                watcher.look(process.pid)
-                due += args.every
-            time.sleep(1.0)
+            if watcher.num_trials() >= number * args.every:
+                watcher.look(process.pid, with_reading=number % READING_EVERY == 0)
+                number = 1 + watcher.samples[-1].trials // args.every
+            time.sleep(5.0)
     if process.returncode:
         raise RuntimeError(f"the sweep ended with {process.returncode}")
 
@@ -224,7 +225,7 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, help="length of a simulated sweep")
-    parser.add_argument("--every", type=int, default=5000, help="trials between samples; default %(default)s")
+    parser.add_argument("--every", type=int, default=2000, help="trials between samples; default %(default)s")
     parser.add_argument("--sampler", default="random", help="of the simulated sweep; default %(default)s")
     parser.add_argument("--mlflow", action="store_true", help="record the simulated sweep in MLflow, too")
     parser.add_argument("--minutes", type=float, help="length of a real sweep with faults")
