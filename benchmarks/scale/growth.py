@@ -173,7 +173,10 @@ def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
             if number % FAULTS_PER_CONTROLLER == 0:
                 process.kill()
                 process.wait()
+                num_before = watcher.num_trials()
                 process = submitted(folder)
+                while process.poll() is None and watcher.num_trials() <= num_before + 2:
+                    time.sleep(1.0)
             else:
                 kill_a_rank(process.pid)
     finally:
@@ -182,11 +185,9 @@ def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
 
 
 def kill_a_rank(controller_pid: int) -> None:
-    """Kill the youngest process of the sweep; wait for one."""
-    while not (pids := descendants(controller_pid)):
-        time.sleep(0.1)
+    """Kill the youngest process of the sweep."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pids[-1], signal.SIGKILL)
+        os.kill(descendants(controller_pid)[-1], signal.SIGKILL)
 
 
 def submitted(folder: Path) -> subprocess.Popen[bytes]:

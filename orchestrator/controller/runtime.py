@@ -42,6 +42,7 @@ from orchestrator.controller.step import (
     step,
 )
 from orchestrator.planning.predictions import expected_step_s
+from orchestrator.process_support import without_collection
 from orchestrator.program.candidate_command import RUNNER, script_command
 from orchestrator.program.user_program import Script
 from orchestrator.proof import confirmation
@@ -517,7 +518,8 @@ class Runtime:
         self._full_since_s: float | None = None
         self._is_ending = False
         self._evaluator = Evaluator(ledger.folder / "evaluations")
-        self._state = fold(ledger.events())
+        with without_collection():
+            self._state = fold(ledger.events())
         self._clock = clock or SteadyClock(self._state.now_s)
         self._commands: tuple[Command, ...] = ()
 
