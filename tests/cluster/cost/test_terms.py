@@ -15,11 +15,13 @@ from cluster.cost.peak_memory import (
     HABITS,
     KNOWN,
     MAX_HABITS,
+    SOFTWARE,
     Structure,
     distinct_structures,
     log_slopes,
     passes_bytes,
     stage_bytes,
+    structures_of_software,
 )
 from cluster.cost.step_time import HOST_LINK_SHARE, HOST_UPDATES_PER_S, gather_seconds, step_seconds
 from cluster.cost.work import (
@@ -100,6 +102,8 @@ LONG = {"seq_length": 2**18, "recompute": "full"}
         ("activations", {"pp": 4}, {"pp": 4, "num_virtual_stages": 2, "schedule": 2}),
         ("activations", {"pp": 4}, {"pp": 4, "schedule": 0}),
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
+        ("activations", {}, {"loose_norms": 1}),
+        ("workspace", AT_STEP, {"update_bytes": 8, **AT_STEP}),
         ("head", {"tp": 2}, {}),
         ("gathered", {**LONG, "cp": 8}, {**LONG, "cp": 8, "cp_method": 0}),
         ("gathered", {"zero_stage": 3, "pp": 2}, {"zero_stage": 3, "pp": 2, "stays_gathered": 1}),
@@ -397,6 +401,17 @@ def test_structures_are_sets_of_habits_that_may_come_together():
     assert {"long gradients", "short gradients"} not in names
     assert (Structure("as described"),) == KNOWN
     assert KNOWN[0].of(x := varied(3)) is x
+
+
+def test_known_software_moves_the_odds_of_its_habits_only():
+    def odds(name):
+        return {structure.name: structure.probability for structure in structures_of_software(name)}
+
+    assert odds("software of my own") == odds("custom") == {one.name: one.probability for one in FOREIGN}
+    assert odds("transformers")["loose norms"] > odds("custom")["loose norms"] > odds("NeMo/Megatron")["loose norms"]
+    assert odds("transformers").keys() == odds("megatron").keys()
+    names = {habit.name for habit in HABITS}
+    assert all(habits.keys() <= names for habits in SOFTWARE.values())
 
 
 @pytest.mark.parametrize("schedule", [0, 1])
