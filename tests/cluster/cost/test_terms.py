@@ -383,10 +383,12 @@ def peak_bytes(x):
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
 def test_a_habit_moves_the_peak_its_way(habit):
-    """Where logits are no concern they are made one: a large vocabulary, no chunks."""
+    """Where logits are no concern they are made one: a large vocabulary, no chunks; likewise the optimiser step."""
     gradient_bytes = 2 if habit.name == "long gradients" else 4
     vocab = 1_000_000 if "logits" in habit.name else 32_000
-    x = inputs(row(**SHAPED, gradient_bytes=gradient_bytes, vocab=vocab, optimizer_bytes=12, weight_bytes=2))
+    moment = AT_STEP if "updates" in habit.name else {}
+    shape = {**SHAPED, "gradient_bytes": gradient_bytes, "vocab": vocab, "optimizer_bytes": 12, "weight_bytes": 2}
+    x = inputs(row(**shape | moment))
     before, after = float(peak_bytes(x)[0]), float(peak_bytes(habit.change(x))[0])
     assert (after < before) == (habit.name in LESS)
     assert after != before
