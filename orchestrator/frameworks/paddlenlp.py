@@ -454,7 +454,7 @@ ROWS: tuple[Setting, ...] = (
     own_collectives("Paddle always uses explicit collectives, like tp_engine local", lambda found: found[TP]),
     mixtral(MODEL, "PaddleNLP"),
     custom((), (), _note_experts),
-    row("layout.ep", EXPERTS, _write_experts, lambda found: {"layout.ep": found.whole("layout.ep", EXPERTS, 1)}),
+    row("layout.ep", (), _write_experts, lambda found: {"layout.ep": found.whole("layout.ep", EXPERTS, 1)}),
     NO_LATENT,
     lacking("layout.num_copies", "micro-batches are not split", in_overlays=True),
     row(

@@ -407,7 +407,7 @@ def with_layout(**changes):
 
 SPLITTING = {  # a command that splits experts over two ranks, what says so, and a layout that its framework refuses
     "megatron": (
-        {"more": "--num-experts 8 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()},
+        {"more": ["--num-experts", "8", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]},
         "--expert-model-parallel-size {}",
         {"sequence_parallel": False, "ep": 4},
     ),
@@ -426,6 +426,7 @@ def splitting(name):
     elif name == "mindformers":
         known = "parallel_config:\n"
         text = commands.MINDFORMERS_CONFIG.replace(known, f"{known}  expert_parallel: 2\n")
+        text = text.replace("  model_config:\n", "  model_config:\n    type: LlamaConfig\n")
         files = {"config": f"{text}moe_config:\n  expert_num: 8\n  use_gmm: True\n"}
     elif name == "paddlenlp":
         files = {"model_config": json.dumps({"model_type": "deepseek_v2", "n_routed_experts": 8})}

@@ -23,7 +23,9 @@ args = parser.parse_args()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 if world % args.expert_parallel or args.num_experts % args.expert_parallel:
-    raise SystemExit(f"--expert-parallel {args.expert_parallel} must divide {world} ranks and {args.num_experts} experts")
+    raise SystemExit(
+        f"--expert-parallel {args.expert_parallel} must divide {world} ranks and {args.num_experts} experts"
+    )
 
 
 class SplitExperts(nn.Module):
@@ -50,7 +52,9 @@ class SplitExperts(nn.Module):
         rows = all_to_all_single(rows.new_empty(sum(takes), rows.shape[1]), rows, takes, sends, group=self.group)
         local = torch.arange(self.whole.num_experts).repeat(self.size).repeat_interleave(received)
         rows = self.whole(rows, local[:, None], torch.ones_like(local[:, None], dtype=rows.dtype))
-        rows = all_to_all_single(rows.new_empty(sum(sends), rows.shape[1]), rows.contiguous(), sends, takes, group=self.group)
+        rows = all_to_all_single(
+            rows.new_empty(sum(sends), rows.shape[1]), rows.contiguous(), sends, takes, group=self.group
+        )
         back = torch.zeros_like(rows).index_copy(0, order, rows) * weights.flatten()[:, None].to(rows.dtype)
         return back.view(*index.shape, -1).sum(1)
 
