@@ -83,7 +83,8 @@ def shape_problem(counts: Counts, layout: Layout) -> str | None:
 
 def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.ep)
+    axes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+    degrees = (*axes, layout.ep, layout.ulysses_degree)
     return (
         None
         if min(*degrees, layout.num_virtual_stages, candidate.micro_batch_size) >= 1
@@ -210,7 +211,7 @@ def _copies_of_positions(workload: Workload, candidate: Candidate) -> str | None
         return f"{size}: use cp 1, or an even micro_batch_size"
     if candidate.loader.batching == "buckets":
         return f"{size}: use batching padding, or an even micro_batch_size"
-    parts = 2 * (layout.tp if layout.sequence_parallel else 1)
+    parts = 2 * (layout.tp if layout.sequence_parallel or has_experts(workload.model) else 1)
     if workload.seq_length % parts:
         return f"{size}: seq_length {workload.seq_length} is not divisible by {parts}"
     return None
@@ -235,8 +236,8 @@ def _experts_layout(workload: Workload, candidate: Candidate) -> str | None:
         return f"tp {layout.tp} keeps experts whole on different ranks: ep {layout.ep} must be a multiple of it"
     if layout.tp_engine == "dtensor":
         return f"tp {layout.tp} of a mixture of experts requires tp_engine local or auto"
-    if layout.num_copies > 1:
-        return "num_copies 2: mixtures of experts are not split into copies; use 1"
+    if candidate.splits_positions and experts.aux_loss:
+        return "num_copies 2 with an odd micro_batch_size: aux_loss needs whole sequences; use an even micro_batch_size"
     if workload.seq_length % (layout.cp * layout.tp):
         parts = f"cp {layout.cp} x tp {layout.tp}"
         return f"ranks route different positions: seq_length {workload.seq_length} is not divisible by {parts}"
@@ -309,12 +310,25 @@ def _cp_sequence(workload: Workload, candidate: Candidate) -> str | None:
 
 def _cp_heads(workload: Workload, candidate: Candidate) -> str | None:
     layout, model = candidate.layout, workload.model
-    if layout.cp == 1 or layout.cp_method != "ulysses" or not isinstance(model, LlamaModel):
+    ranks = {"ulysses": ("cp", layout.cp), "hybrid": ("ulysses_degree", layout.ulysses_degree)}.get(layout.cp_method)
+    if layout.cp == 1 or ranks is None or not isinstance(model, LlamaModel):
         return None
+    degree, size = ranks
     for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
-        if heads % (layout.tp * layout.cp):
-            return f"cp_method ulysses: {name} {heads} is not divisible by tp {layout.tp} x cp {layout.cp}"
+        if heads % (layout.tp * size):
+            method = f"cp_method {layout.cp_method}"
+            return f"{method}: {name} {heads} is not divisible by tp {layout.tp} x {degree} {size}"
     return None
+
+
+def _cp_hybrid(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    degree, cp = layout.ulysses_degree, layout.cp
+    if layout.cp_method != "hybrid":
+        return None if degree == 1 else f"ulysses_degree {degree} requires cp_method hybrid"
+    if 1 < degree < cp and cp % degree == 0:
+        return None
+    return f"cp_method hybrid: ulysses_degree {degree} is not a divisor of cp {cp} between 1 and {cp}"
 
 
 # ---- pipeline ----
@@ -390,11 +404,12 @@ LAYOUT_RULES = make_rules(
     ("zero1-with-tp", "layout", _zero1_with_tp),
     ("global-batch", "layout micro_batch_size", _global_batch),
     ("copies", "layout micro_batch_size loader.batching", _copies),
-    ("experts", "layout precision.level", _experts_layout),
+    ("experts", "layout micro_batch_size precision.level", _experts_layout),
     ("expert-parallel", "layout", _expert_parallel),
     ("latent-attention", "layout.tp layout.tp_engine precision", _latent_attention),
     ("cp-seq-length", "layout", _cp_sequence),
     ("cp-heads", "layout", _cp_heads),
+    ("cp-hybrid", "layout", _cp_hybrid),
     ("virtual-stages", "layout", _virtual_stages),
     ("stage-layers", "layout", _stage_layers),
     ("num-microbatches", "layout micro_batch_size", _num_microbatches),

@@ -378,6 +378,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 (Qi et al., arXiv 2401.10241)."""
 
 
+CPMethod = Literal["all_gather", "ulysses", "ring", "hybrid"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How the ranks split the work, with every degree resolved.
@@ -406,10 +409,11 @@ class Layout:
     num_copies: Literal[1, 2] = 1
     """2 runs each micro-batch as two halves, so that one half's collectives overlap the other's computation. An odd
     number of sequences is split by positions (:attr:`Candidate.splits_positions`)."""
-    cp_method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
+    cp_method: CPMethod = "all_gather"
     """How attention gets the rest of a sequence. ``all_gather``: gather the keys and values of all ranks first.
     ``ulysses``: exchange heads for positions. ``ring``: pass keys and values from rank to rank during the computation
-    (Liu et al., arXiv 2310.01889)."""
+    (Liu et al., arXiv 2310.01889). ``hybrid``: exchange heads among ``ulysses_degree`` neighbouring ranks, and pass
+    keys and values between such groups."""
     schedule: Schedule = "1f1b"
     num_virtual_stages: int = 1
     """Chunks of layers per pipeline rank."""
@@ -417,6 +421,8 @@ class Layout:
     """Expert-parallel degree: number of parts that the experts of a layer are split into. Their ranks are some of those
     that ``dp_shard`` (without ZeRO ``dp_replicate``), ``cp`` and ``tp`` already count, and hold the rest of the layer
     as before."""
+    ulysses_degree: int = field(default=1, metadata=ADDED_LATER)
+    """Ranks among which ``cp_method: hybrid`` exchanges heads, a divisor of ``cp``; 1 with other methods."""
     stage_layers: Counts = ()
     """Layers of every stage and chunk; ``()`` exactly when ``pp`` is 1. Stages may be uneven and empty."""
 

@@ -1,1 +1,1 @@
-"""The published cases: what the service finds for them, beside what was published."""
+"""The published cases: what the service finds for them, and the published figures."""

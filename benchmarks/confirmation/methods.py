@@ -42,7 +42,7 @@ class World:
     """Degrees of freedom of Student's t, of which the noise is drawn; None: normal."""
     num_finalists: int = 3
     slow_runs: float = 0.0
-    """Share of runs that are 15% slower, say beside a busy neighbour."""
+    """Share of runs that are 15% slower, for example next to a busy neighbour."""
     drift: float = 0.0
     """How much faster a run is than the one before it in its round."""
     drift_spread: float = 0.0

@@ -9,8 +9,8 @@ a peak or that ran out of memory first, then others that are known to have run. 
 rows for testing, fewer rows calibrate it, down to none.
 
 Figures pool the tested rows of all families and of several draws, each row and draw counting once ("all"); and are
-means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Goals stand
-beside them.
+means of those of the sources, each source counting the same ("mean"), as one source may have most rows. Each
+figure is printed with its goal.
 
 mape           mean of abs(predicted - measured) / measured step time
 spearman       mean over problems of the rank correlation of predicted and measured step times

@@ -77,6 +77,7 @@ FAMILIES: dict[str, TrialSpec] = {
     "CP2 all-gather": _small(cp=2),
     "CP2 Ulysses": _small(cp=2, cp_method="ulysses"),
     "CP2 ring": _small(cp=2, cp_method="ring"),
+    "CP4 hybrid": _small(cp=4, cp_method="hybrid", ulysses_degree=2),
     "ZeRO-3 x2, TP2": _small(**_ZERO3, tp=2),
     "ZeRO-3 x2, PP2": _small(1, **_ZERO3, **_PP2),
 }
@@ -99,7 +100,16 @@ COMPILED: dict[str, TrialSpec] = {
             "single, O1 bf16",
             "single, O2 bf16",
         ),
-        *("ZeRO-1 x2", "ZeRO-3 x2, O2 bf16", "PP2 1F1B", "TP2 local", "TP2 DTensor", "CP2 all-gather", "CP2 ring"),
+        *(
+            "ZeRO-1 x2",
+            "ZeRO-3 x2, O2 bf16",
+            "PP2 1F1B",
+            "TP2 local",
+            "TP2 DTensor",
+            "CP2 all-gather",
+            "CP2 ring",
+            "CP4 hybrid",
+        ),
     )
 }
 """Some of them compiled by inductor, for real and simulated."""

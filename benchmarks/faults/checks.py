@@ -99,7 +99,7 @@ def leaks(cluster: RayNodes) -> list[str]:
 
 
 def foreign(host: Host) -> list[str]:
-    """Command lines of what runs on a host beside Ray itself."""
+    """Command lines of what runs on a host apart from Ray itself."""
     lines = [command_line(pid) for pid in host.pids()]
     return [line[:200].strip() for line in lines if line and not is_rays_own(line)]
 

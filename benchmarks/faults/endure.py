@@ -1,6 +1,6 @@
 """A whole sweep with faults in it, each injected while one of its gangs is known to be at work.
 
-What a fault does, how one sees that the service has noticed, and what somebody has to fix afterwards is a
+What a fault does, how one sees that the service has noticed, and what an operator has to fix afterwards is a
 :class:`Fault`, see :mod:`benchmarks.faults.kinds`; :func:`endure` runs a sweep with it and returns what became
 of it.
 """
@@ -89,7 +89,7 @@ class Fault:
     strike: Callable[[Scene], None]
     is_noticed: Callable[[Scene], bool] = Scene.has_ended
     fix: Callable[[Scene], None] = lambda _: None
-    """What somebody has to do for the sweep to reach its end; runs once the fault has been noticed."""
+    """What an operator has to do for the sweep to reach its end; runs once the fault has been noticed."""
     bound: str
     """What bounds the time to notice it."""
     hang: int | None = None
@@ -171,7 +171,7 @@ def _wait_for_gang(scene: Scene) -> None:
         return scene.stage.is_holding() and scene.newest_token() not in ("", scene.token)
 
     wait_until(lambda: is_held() or scene.sweep.has_ended(), "the gang to be held", limit_s=150.0)
-    assert is_held(), scene.sweep.told()
+    assert is_held(), scene.sweep.screen()
     scene.token = scene.newest_token()
 
 

@@ -23,7 +23,7 @@ def _kill(scene: Scene, *, generations: int) -> None:
 
 
 def _again(scene: Scene, kind: str) -> None:
-    """The sweep goes to its end without the trial, whose failure looks like its own; then somebody retries it."""
+    """The sweep goes to its end without the trial, whose failure looks like its own; then an operator retries it."""
     scene.stage.release()
     scene.sweep.expect_end()
     assert scene.sweep.retry(kind) == (scene.sweep.number_of(scene.key),)
@@ -43,7 +43,7 @@ def _kill_controller(scene: Scene) -> None:
 
 def _grow(scene: Scene) -> None:
     """The controller waits for space and then goes on by itself."""
-    assert not scene.sweep.has_ended(), scene.sweep.told()
+    assert not scene.sweep.has_ended(), scene.sweep.screen()
     scene.cluster.resize_disk(2)
 
 
@@ -129,7 +129,7 @@ FAULTS = {
         Fault(
             name="disk full",
             strike=_fill,
-            is_noticed=lambda scene: "is full; the sweep waits" in " ".join(scene.sweep.told().split()),
+            is_noticed=lambda scene: "is full; the sweep waits" in " ".join(scene.sweep.screen().split()),
             fix=_grow,
             bound="the next event to be stored",
             home=lambda cluster, folder: cluster.disk / folder.name,
@@ -138,7 +138,7 @@ FAULTS = {
             name="MLflow away",
             prepare=_serve,
             strike=_stop_serving,
-            is_noticed=lambda scene: "does not accept results" in scene.sweep.told(),
+            is_noticed=lambda scene: "does not accept results" in scene.sweep.screen(),
             fix=_serve_again,
             bound="the next entry to be recorded",
             sections={"tracking": {"uri": URI}},

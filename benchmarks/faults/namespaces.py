@@ -97,12 +97,12 @@ class Host:
         return len(pids)
 
     def listens(self, port: int) -> bool:
-        """Whether somebody inside takes TCP connections at this port."""
+        """Whether a process inside accepts TCP connections at this port."""
         tables = [_read(self.pid, f"net/{name}") for name in ("tcp", "tcp6")]
         return any(re.search(f":{port:04X} 0+:0000 0A ", table) for table in tables)
 
     def freeze(self) -> None:
-        """Stop every process, so that the host answers nobody any more."""
+        """Stop every process, so that the host no longer answers."""
         wait_until(lambda: not [send(pid, signal.SIGSTOP) for pid in self.pids() if _state(pid) not in "Tt"], "a stop")
 
     def thaw(self) -> None:

@@ -1,7 +1,7 @@
 """A Ray cluster of real ``ray start`` processes, each node on a host of its own
 (:mod:`benchmarks.faults.namespaces`).
 
-The head has no devices, the controller's host is a node without devices (a driver needs a raylet beside it), and the
+The head has no devices, the controller's host is a node without devices (a driver needs a raylet on its host), and the
 nodes that train have ``devices`` CPUs each. Token authentication is on.
 
 Ray takes about a minute to notice that a host is frozen or cut off. For the tests the head asks every 0.5 s, waits

@@ -72,7 +72,7 @@ class Sweep:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._controller.wait(limit_s)
         self.kill()
-        raise AssertionError(f"the controller does not end; {self.told()}")
+        raise AssertionError(f"the controller does not end; {self.screen()}")
 
     def run(self, *command: str) -> None:
         """Submit, and see it succeed."""
@@ -82,7 +82,7 @@ class Sweep:
     def expect_end(self) -> None:
         """Wait until the controller ends well."""
         code = self.wait()
-        assert code == 0, f"exit code {code}; {self.told()}"
+        assert code == 0, f"exit code {code}; {self.screen()}"
 
     def has_ended(self) -> bool:
         """Whether its controller has, well or not."""
@@ -95,7 +95,7 @@ class Sweep:
 
     @property
     def controllers(self) -> list[int]:
-        """Processes at work on it beside those that look after them; none while one that was lost is not replaced."""
+        """Processes at work on it, without those that supervise them; none while one that was lost is not replaced."""
         assert self._controller is not None
         lines = {pid: command_line(pid) for pid in descendants(self._controller.pid)}
         return [pid for pid, line in lines.items() if line and "orchestrator.commands.supervisor" not in line]
@@ -107,7 +107,7 @@ class Sweep:
                 send(pid, signal.SIGKILL)
             self._controller.wait()
 
-    def told(self) -> str:
+    def screen(self) -> str:
         """What its controllers have printed, for messages."""
         return f"{self._log}:\n{self._log.read_text(encoding='utf-8')[-4000:]}"
 
@@ -143,7 +143,7 @@ class Stage:
     @contextlib.contextmanager
     def hold(self, config_key: str, *, hang: int | None = None) -> Iterator[None]:
         """Inside, the candidate's gang does not get on: the ``hang``-th of its ranks hangs, or all of them go round."""
-        self.release()  # a rank that was frozen may have said after the last time that it is held
+        self.release()  # a frozen rank may have reported since that it is held
         if hang is not None:
             self._write("hang", str(hang))
         self._write("hold", config_key)

@@ -2,7 +2,7 @@
 
 Trains models of ours on every device, compares dry runs with the allocator, compiles with empty caches, injects faults
 into gangs. Each part runs in a process of its own with a deadline, and either has rows or says why not. Figures are
-written as they come, beside those of earlier calls; what was left out for lack of time is measured by another call.
+written as they come, next to those of earlier calls; what was left out for lack of time is measured by another call.
 Runs on CPUs too, with tiny models. Model FLOPs utilisation needs PyYAML, fp8 torchao.
 
     python -m benchmarks.gpu
@@ -50,9 +50,9 @@ def main() -> None:
             left_s = args.budget_s - (time.monotonic() - start_s)
             limit_s = left_s * share_of(waiting, machine["num_devices"])
             part = waiting.pop(0)
-            told = run_part(part, machine, left_s, limit_s=limit_s, folder=folder, quick=args.quick)
-            has_rows = has_rows or num_measured(told) > 0
-            if not kept.put(told):
+            part_result = run_part(part, machine, left_s, limit_s=limit_s, folder=folder, quick=args.quick)
+            has_rows = has_rows or num_measured(part_result) > 0
+            if not kept.put(part_result):
                 print(f"{part.name}: the former figures are kept, which are more", file=sys.stderr, flush=True)
                 give_rows(folder, part.name, kept.rows(part.name))
     print(json.dumps(kept.result(), indent=1) if args.json else markdown(kept.result()))
@@ -116,12 +116,12 @@ def run_part(
     part: Part, machine: dict[str, Any], left_s: float, *, limit_s: float, folder: Path, quick: bool
 ) -> dict[str, Any]:
     """Run one part within its share of the budget; its rows, and why there are not more of them."""
-    told: dict[str, Any] = {"name": part.name, "shows": part.shows, "rows": [], "why": "", "took_s": 0.0}
-    told |= {"is_whole": False, "torch": machine["torch"], "commit": machine["commit"]}
+    part_result: dict[str, Any] = {"name": part.name, "shows": part.shows, "rows": [], "why": "", "took_s": 0.0}
+    part_result |= {"is_whole": False, "torch": machine["torch"], "commit": machine["commit"]}
     if machine["num_devices"] < part.least_devices:
-        return told | {"why": f"needs {part.least_devices} devices, here is {machine['num_devices']}"}
+        return part_result | {"why": f"needs {part.least_devices} devices, here is {machine['num_devices']}"}
     if left_s < part.least_s:
-        return told | {
+        return part_result | {
             "why": f"left out: {max(0.0, left_s):.0f} s of the budget were left, it wants {part.least_s:.0f}"
         }
     limit_s = min(max(limit_s, part.least_s), left_s)
@@ -139,24 +139,24 @@ def run_part(
     ended = run_process(command, folder / f"{part.name}.log", timeout_s=limit_s, while_waiting=shown)
     shown()
     rows = read_rows(rows_path(folder, part.name))
-    told |= {"rows": rows, "took_s": round(ended.seconds, 1)}
+    part_result |= {"rows": rows, "took_s": round(ended.seconds, 1)}
     if ended.code is None:
-        told["why"] = f"ended after {limit_s:.0f} s, all that it was given"
+        part_result["why"] = f"ended after {limit_s:.0f} s, its time limit"
     elif ended.code == NOT_HERE:
-        told["why"] = ended.last_line
+        part_result["why"] = ended.last_line
     elif ended.code:
-        told["why"] = f"failed with exit status {ended.code}: {ended.last_line}"
-        told["log"] = ended.text.splitlines()[-30:]
-    elif num_left := len(rows) - num_measured(told):
-        told["why"] = f"{num_left} of {len(rows)} rows were left out for lack of time, which --continue brings"
-    told["is_whole"] = not told["why"]
-    if told["why"]:
-        print(f"{part.name}: {told['why']}", file=sys.stderr, flush=True)
-    return told
+        part_result["why"] = f"failed with exit status {ended.code}: {ended.last_line}"
+        part_result["log"] = ended.text.splitlines()[-30:]
+    elif num_left := len(rows) - num_measured(part_result):
+        part_result["why"] = f"{num_left} of {len(rows)} rows were left out for lack of time, which --continue brings"
+    part_result["is_whole"] = not part_result["why"]
+    if part_result["why"]:
+        print(f"{part.name}: {part_result['why']}", file=sys.stderr, flush=True)
+    return part_result
 
 
 class Shown:
-    """Shows on the terminal the rows that a part has told by now."""
+    """Shows on the terminal the rows that a part has reported by now."""
 
     def __init__(self, part: Part, path: Path) -> None:
         self._part, self._path, self._shown = part, path, 0

@@ -129,6 +129,7 @@ def layouts(setting: Setting) -> Iterator[Case]:
         "tp dtensor": Layout(tp=n, sequence_parallel=True),
         "cp all_gather": Layout(cp=n, dp_shard=1),
         "cp ulysses": Layout(cp=n, cp_method="ulysses"),
+        **({"cp hybrid": Layout(cp=n, cp_method="hybrid", ulysses_degree=n // 2)} if n >= 4 and n % 2 == 0 else {}),
         "zero2, reduced last": Layout(dp_shard=n, zero_stage=2, gradient_reduction="last"),
     }
     if setting.quick:

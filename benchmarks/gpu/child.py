@@ -38,7 +38,7 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        """What it said last, which is mostly the reason of a failure."""
+        """Its last line of output, usually the reason for a failure."""
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else "no output"
 

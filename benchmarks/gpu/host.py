@@ -42,11 +42,11 @@ def _timed(what: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
             command, capture_output=True, text=True, env=environment(), timeout=max(1.0, limit_s), check=False
         )
     except subprocess.TimeoutExpired as error:
-        return {"what": what, "s": round(error.timeout, 2), "told": "no answer by then", "worked": False}
+        return {"what": what, "s": round(error.timeout, 2), "answer": "no answer by then", "worked": False}
     worked = done.returncode == 0
     lines = (done.stdout if worked else done.stderr or done.stdout).strip().splitlines()
-    told = "" if not lines else lines[0] if worked else lines[-1]
-    return {"what": what, "s": round(time.monotonic() - start_s, 2), "told": told, "worked": worked}
+    answer = "" if not lines else lines[0] if worked else lines[-1]
+    return {"what": what, "s": round(time.monotonic() - start_s, 2), "answer": answer, "worked": worked}
 
 
 def _first_tensor(kind: str) -> str:
@@ -81,7 +81,7 @@ def _tell_forked(setting: Setting, what: str, function: Callable[[str], str]) ->
         text = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
     seconds = round(time.monotonic() - start_s, 2)
-    setting.tell({"what": what, "s": seconds, "told": text, "worked": os.waitstatus_to_exitcode(status) == 0})
+    setting.tell({"what": what, "s": seconds, "answer": text, "worked": os.waitstatus_to_exitcode(status) == 0})
 
 
 def weights(setting: Setting) -> None:

@@ -22,7 +22,7 @@ from trials.spec import TrialSpec
 ENDING_S = 2.0
 """Seconds that ending the simulations may take."""
 Measured = tuple[str, TrialSpec, float]
-"""A trial's name, what it was told, its peak in MiB."""
+"""A trial's name, its settings, its peak in MiB."""
 
 
 def dry_runs(setting: Setting) -> None:

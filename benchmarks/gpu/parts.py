@@ -78,7 +78,7 @@ PARTS = (
     Part(
         name="optimizer",
         function="benchmarks.gpu.kernels:optimizer",
-        shows="One AdamW step over the parameters of the model by each of torch's ways, and what it takes besides.",
+        shows="One AdamW step over the parameters of the model by each of torch's ways, and its extra memory.",
         share_s=20,
     ),
     Part(
@@ -145,14 +145,14 @@ def rows_path(folder: str | Path, part: str) -> Path:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows that a part has told by now; not one that is being written."""
+    """The rows that a part has reported by now, without one that is being written."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a part is told."""
+    """The settings of a part."""
 
     device: str
     """Kind of the devices, as in :data:`trials.accelerator.kinds.FAMILIES`."""
@@ -162,7 +162,7 @@ class Setting:
     folder: str
     """For files; the rows of part NAME are in ``NAME.rows``, a line of JSON each."""
     part: str
-    """Name of the part that this is told to."""
+    """Name of the part that gets these settings."""
     until_s: float
     """Wall-clock time at which the part is killed."""
 
@@ -177,7 +177,7 @@ class Setting:
         return self.quick or self.device == "cpu"
 
     def tell(self, row: Mapping[str, Any]) -> None:
-        """Add a row; what was told before a part is killed is kept."""
+        """Add a row; rows written before a part is killed are kept."""
         with rows_path(self.folder, self.part).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -189,7 +189,7 @@ class Setting:
         return True
 
     def rows_of(self, part: str) -> list[dict[str, Any]]:
-        """The rows of an earlier part, told in this run or in the one that it continues."""
+        """The rows of an earlier part, from this run or the one that it continues."""
         return read_rows(rows_path(self.folder, part))
 
     def to_json(self) -> str:

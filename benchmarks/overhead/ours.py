@@ -152,10 +152,10 @@ def _check(ledger: Ledger, num_trials: int) -> None:
 
 class _Nobody:
     def on_state(self, state: SweepState) -> None:
-        """Nobody watches."""
+        """No observer."""
 
     def on_lease(self, *_: object) -> None:
         pass
 
     def on_progress(self, trial: int, progress: Any) -> None:
-        """Nobody watches."""
+        """No observer."""

@@ -161,7 +161,7 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
         "dp_replicate": dp / shard,
         "dp_shard": shard,
         "cp": cp,
-        # What Megatron's --cp-comm-type is unless said otherwise; no row says it.
+        # Megatron's default --cp-comm-type; no row states it.
         "cp_method": CP_METHODS.index("ring"),
         "tp": tp,
         "zero_stage": stage if shard * cp > 1 else 0.0,
@@ -190,7 +190,7 @@ def _sharded_accumulation(framework: str, pp: float) -> dict[str, float]:
 
 
 def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
-    """The ZeRO stage as stated; else by what is said of the optimizer; else the framework's default, mostly 1."""
+    """The ZeRO stage as stated; else from the description of the optimizer; else the framework's default, mostly 1."""
     if num_peers == 1:
         return 0.0
     if n["zero_stage"] is not None:

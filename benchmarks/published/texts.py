@@ -32,7 +32,7 @@ _BEFORE_BFLOAT16 = re.compile(r"\b20(?:1\d|2[01])\b")
 def network_bytes_per_s(text: str, devices_per_node: float) -> float | None:
     """Bytes per second and device from texts like ``8x200 Gb/s``, ``800 Gb/s between nodes`` or ``400 Gb/s per GPU``.
 
-    Links inside a node do not count. A rate is a node's, unless it is said to be a device's; the bare rate of a port
+    Links inside a node do not count. A rate is a node's, unless stated to be a device's; the bare rate of a port
     (``NDR 400 Gb/s``) does not tell how many there are. Devices joined by Ethernet inside a node have ports of their
     own between nodes, whatever adapters the host has. None: not stated.
     """
@@ -60,9 +60,9 @@ def stated_format(f: Mapping[str, str]) -> str:
     do."""
     for names in (("precision_detail", "other_flags", "framework", "model"), ("notes",)):
         text = " ".join(f[name] for name in names)
-        said = [word for word, pattern in _WORDS if pattern.search(text)]
+        found = [word for word, pattern in _WORDS if pattern.search(text)]
         # 8-bit formats multiply what is kept in 16 bits; texts tell both.
-        narrow = [word for word in said if word in ("nvfp4", "fp8")] or said
+        narrow = [word for word in found if word in ("nvfp4", "fp8")] or found
         if len(narrow) == 1:
             return narrow[0]
     return ""

@@ -52,7 +52,7 @@ def receive(pipe: Connection, timeout_s: float) -> Any:
         RankError: if there is nothing within ``timeout_s``, or never will be.
     """
     if not wait([pipe], timeout_s):
-        raise RankError(f"a rank said nothing within {timeout_s} s")
+        raise RankError(f"a rank reported nothing within {timeout_s} s")
     try:
         return pipe.recv()
     except EOFError:

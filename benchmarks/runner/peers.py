@@ -98,7 +98,7 @@ def _loop(
     clipped: nn.Module | None,
     before: Callable[[bool], None] | None = None,
 ) -> Step:
-    """Micro-batches one after the other; ``before`` is told whether the next is the step's last."""
+    """Micro-batches one after the other; ``before`` gets whether the next is the step's last."""
     size = spec.candidate.micro_batch_size
 
     def step() -> float:

@@ -308,7 +308,7 @@ Loop = Callable[[int], float]
 
 
 def _loops(case: Case, plan: Plan, rank: int, found: _Found) -> dict[str, Loop]:
-    """All loops of the case that run here, warmed up; ``found`` is told why others do not."""
+    """All loops of the case that run here, warmed up; ``found`` records why others do not."""
     loops: dict[str, Loop] = {}
     for way, layout in case.ours.items():
         loops[_ours(way)] = _our_loop(_spec(case, layout, plan), rank)

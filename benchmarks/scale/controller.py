@@ -99,7 +99,7 @@ class Meter:
     parts: CpuParts
     size: int
     shows_progress: bool = False
-    """Whether each window is told in a line on stderr."""
+    """Whether each window is reported in a line on stderr."""
     windows: list[Window] = field(default_factory=list)
     start_s: float = 0.0
     """CPU seconds spent before the first trial."""

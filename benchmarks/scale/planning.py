@@ -100,7 +100,7 @@ def measure(size: str) -> dict[str, float]:
 
 
 def compare(size: str) -> dict[str, float]:
-    """The best that was drawn of a space that is not listed, beside the best of all of it."""
+    """The best candidate drawn from a space that is not listed, and the best of the whole space."""
     with TemporaryDirectory() as folder:
         spec, topology = sweep_of(SIZES[size], Path(folder))
     drawn = make_plan(spec, topology)

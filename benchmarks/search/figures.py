@@ -12,7 +12,7 @@ TOLERANCE = 0.02
 GOOD_SHARE = 0.97
 TRIALS_SHARE = 0.15
 REGRETS = (5, 10, 20)
-"""Trials after which the regret is told."""
+"""Trials after which the regret is reported."""
 NUM_FIRST = 10
 """Trials of which those out of memory are counted."""
 GOALS: Mapping[str, float] = {"mean_trials_to_2pct": 5.0, "first_oom": 1.5}

@@ -137,7 +137,7 @@ class Posteriors:
         log_time, features, device_seconds = linearised(taught, x, {})
         if taught is not prior:
             # Earlier trials are rows of the Gaussian process, so the prior must not know of them: the same
-            # linear model, told from the prior's mean and in units of its deviations.
+            # linear model, counted from the prior's mean and in units of its deviations.
             jacobian = np.linalg.solve(np.linalg.cholesky(taught.covariance).T, features.T).T
             log_time = log_time + jacobian @ (prior.mean - taught.mean)
             features = jacobian @ np.linalg.cholesky(prior.covariance)

@@ -1,4 +1,4 @@
-"""Samplers to compare: each proposes one configuration after another of a problem, told what came of it."""
+"""Samplers to compare: each proposes one configuration after another of a problem and gets its result."""
 
 from __future__ import annotations
 

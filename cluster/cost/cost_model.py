@@ -158,6 +158,7 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
         "dp_shard": layout.dp_shard,
         "cp": layout.cp,
         "cp_method": CP_METHODS.index(layout.cp_method),
+        "ulysses_degree": layout.ulysses_degree,
         "tp": layout.tp,
         "attention_params": _attention_params(_decoder(workload), layout.tp),
         "ep": max(1.0, layout.ep / layout.tp),

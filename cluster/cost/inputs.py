@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 """``CostInputs.schedule`` is an index into this tuple."""
 
-CP_METHODS = ("all_gather", "ulysses", "ring")
+CP_METHODS = ("all_gather", "ulysses", "ring", "hybrid")
 """``CostInputs.cp_method`` is an index into this tuple."""
 
 BUCKET_BYTES = 50e6
@@ -82,6 +82,8 @@ class CostInputs:
     dp_shard: Array
     cp: Array
     cp_method: Array
+    ulysses_degree: Array
+    """Ranks, of those that ``cp`` counts, that exchange heads with the hybrid method."""
     tp: Array
     zero_stage: Array
     reduces_last: Array
@@ -195,6 +197,17 @@ class CostInputs:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def exchanging_heads(self) -> Array:
+        """Context-parallel ranks that exchange heads for positions."""
+        by_heads, hybrid = (self.cp_method == CP_METHODS.index(method) for method in ("ulysses", "hybrid"))
+        return np.where(by_heads, self.cp, np.where(hybrid, self.ulysses_degree, 1.0))
+
+    @property
+    def passing_keys(self) -> Array:
+        """Context-parallel ranks that exchange keys and values."""
+        return self.cp / self.exchanging_heads
+
+    @property
     def num_shards(self) -> Array:
         """Ranks over which ZeRO shards states. Includes context-parallel peers, which hold the same weights."""
         return np.where(self.zero_stage > 0, self.dp_shard * self.cp, 1.0)
@@ -240,6 +253,7 @@ DEFAULTS: Mapping[str, float] = {
     "expert_ffn": 0.0,
     "shared_ffn": 0.0,
     "ep": 1.0,
+    "ulysses_degree": 1.0,
     "whole_experts": 0.0,
     "attention_params": 0.0,
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cluster.cost.inputs import SCHEDULES, Array, Coefficients, CostInputs
+from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, Coefficients, CostInputs
 from cluster.cost.work import (
     Work,
     copied_rows,
@@ -210,11 +210,11 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
     """Return the bytes that context-parallel ranks exchange in a layer's backward pass: gathered keys, values and their
-    gradients; for the ring what is held, received, summed and sent; else queries, keys and values as received and in
-    order."""
+    gradients; for the ring what is held, received, summed and sent; and if heads are exchanged, queries, keys and
+    values as received and in order."""
     of_rank = 2 * work.tokens * x.num_kv_heads * x.head_dim / x.tp * x.compute_bytes
     by_heads = 2 * of_rank + 2 * work.tokens * x.num_heads * x.head_dim / x.tp * x.compute_bytes
-    exchanged = np.choose(x.cp_method.astype(int), [2 * x.cp * of_rank, by_heads, 4 * of_rank])
+    exchanged = np.choose(x.cp_method.astype(int), [2 * x.cp * of_rank, by_heads, 4 * of_rank, by_heads + 4 * of_rank])
     return np.where(x.cp > 1, exchanged, 0.0)
 
 
@@ -226,7 +226,8 @@ def _bucket_bytes(x: CostInputs, work: Work) -> Array:
 
 def _communicator_bytes(x: CostInputs) -> Array:
     """Return the bytes of the communicators of the world and of every parallel axis."""
-    degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size)
+    of_hybrid = np.where(x.cp_method == CP_METHODS.index("hybrid"), x.cp, 1.0)
+    degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size, of_hybrid, of_hybrid)
     return np.asarray(float(COMMUNICATOR_BYTES) * sum((degree > 1).astype(np.float64) for degree in degrees))
 
 

@@ -97,7 +97,8 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
     time. Matrices with rows not a multiple of 16 bytes miss the fast paths (NVIDIA, Matrix Multiplication Background
     User's Guide, section 2), unless fused kernels pad them.
     """
-    keys = x.seq_length / np.where(x.cp_method == CP_METHODS.index("ring"), x.cp, 1.0)
+    gathers = x.cp_method == CP_METHODS.index("all_gather")
+    keys = x.seq_length / np.where(gathers, 1.0, x.passing_keys)
     by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
     half = np.where(x.on_cores > 0, CORE_SHARE, 1.0) * HALF_SEQUENCE
     fused = keys / (keys + half) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
@@ -130,7 +131,7 @@ def low_precision_gain(x: CostInputs, k: Coefficients) -> Array:
 
 def expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Return the seconds of the forward matmuls of a layer's routed experts: each multiplies the rows it received."""
-    peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
+    peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens / x.num_copies)
     width = np.maximum(x.expert_ffn, 1.0) / np.where(x.whole_experts > 0, 1.0, x.tp)
     flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=base, rows=rows, on_cores=x.on_cores)
     into = flops_per_s(columns=(1 + x.gated) * width, depth=x.hidden)
@@ -282,35 +283,48 @@ def exchange_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) ->
     In a ring, keys and values go round twice and the sums of their gradients once, each step during the attention of
     the previous one (Liu et al., arXiv 2310.01889). With gathering, they arrive twice, behind a rank's attention to its
     own part; their gradients are scattered afterwards (``trials/parallel/context.py``). Heads are exchanged before and
-    after attention, in both passes (Jacobs et al., arXiv 2309.14509).
+    after attention, in both passes (Jacobs et al., arXiv 2309.14509), among neighbours if the hybrid method also passes
+    keys and values between them.
     """
-    inside = x.tp * x.cp <= x.domain_size
-    bandwidth = np.where(inside, link_rate(x, k), network_rate(x, k))
-    once = work.cp_bytes / bandwidth
+    heads, keys = x.exchanging_heads, x.passing_keys
+    once = work.keys_bytes / _rate_among(x, k, x.tp * x.cp)
     attention = 3.5 * work.attention_flops / attention_flops_per_s(x, k, rate / low_precision_gain(x, k))
     latency = k["collective_latency_s"]
     gathered = exposed(2 * once, attention / x.cp, k) + once + 3 * latency
-    by_heads = 2 * once + 4 * latency
-    ring = exposed(3 * once, 0.7 * attention, k) + 3 * x.cp * latency
-    return np.where(x.cp > 1, np.choose(x.cp_method.astype(int), [gathered, by_heads, ring]), 0.0)
+    by_heads = 2 * work.heads_bytes / _rate_among(x, k, x.tp * heads) + 4 * latency
+    ring = exposed(3 * once, 0.7 * attention, k) + 3 * keys * latency
+    passed = np.where(x.cp_method == CP_METHODS.index("all_gather"), gathered, ring)
+    return np.where(heads > 1, by_heads, 0.0) + np.where(keys > 1, passed, 0.0)
 
 
-def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Return the seconds per layer and micro-batch to send tokens to their experts and back, forward and backward."""
-    inside, beyond = exchanged_bytes(x, work.tokens)
-    once = inside / link_rate(x, k) + beyond / network_rate(x, k) + k["collective_latency_s"]
-    return np.where((exchanging_ranks(x) > 1) & (x.expert_share > 0), 4 * once, 0.0)
+def _rate_among(x: CostInputs, k: Coefficients, ranks: Array) -> Array:
+    """Return the bandwidth among so many neighbouring ranks."""
+    return np.where(ranks <= x.domain_size, link_rate(x, k), network_rate(x, k))
+
+
+def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients, computed: Array) -> Array:
+    """Return the seconds per layer and micro-batch to send tokens to their experts and back, forward and backward.
+
+    With two copies, they hide behind the ``computed`` seconds of the layer, but one in four exchanges, of the later
+    half's tokens, only if there are shared experts (:mod:`trials.parallel.copies`).
+    """
+    inside, outside = exchanged_bytes(x, work.tokens)
+    once = inside / link_rate(x, k) + outside / network_rate(x, k) + x.num_copies * k["collective_latency_s"]
+    waits = np.where(x.shared_ffn > 0, 0.0, once)
+    hidden = waits + exposed(4 * once - waits, k["gather_overlap"] * computed, k)
+    seconds = np.where(x.num_copies > 1, hidden, 4 * once)
+    return np.where((exchanging_ranks(x) > 1) & (x.expert_share > 0), seconds, 0.0)
 
 
 def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
     """Return the seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
 
     Weights are gathered before the forward and the backward pass, or once per step. Gradients are reduce-scattered
-    after every micro-batch, or once. For experts, this happens among the ranks that hold the same ones.
+    after every micro-batch, or once. For experts, this happens among the ranks that hold the same ones, for each copy.
     """
     once = ring_seconds(x, k, (work.layer_params + 4 * x.hidden) / x.tp, x.num_shards, x.tp) / 2
     shards = expert_shards_of(x)
-    once = once + ring_seconds(x, k, work.expert_params / x.tp, shards, x.tp * x.ep) / 2
+    once = once + x.num_copies * ring_seconds(x, k, work.expert_params / x.tp, shards, x.tp * x.ep) / 2
     gathers = np.where(x.gathers_once > 0, 1 / x.num_microbatches, 2.0 - x.stays_gathered)
     scatters = x.reductions / x.num_microbatches
     moved = gathers * x.compute_bytes + scatters * np.minimum(x.gradient_bytes, 4)
@@ -490,7 +504,7 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         + layers * backward_collective_seconds(x, work, k, collectives, rate)[:, None]
         + last * (collectives / 2)[:, None],
         # Recompute of a whole layer sends the tokens again: two of the four exchanges.
-        "expert_parallel": (layers + full / 2) * expert_exchange_seconds(x, work, k)[:, None],
+        "expert_parallel": (layers + full / 2) * expert_exchange_seconds(x, work, k, forward + backward)[:, None],
         "context_parallel": layers * exchange_seconds(x, work, k, rate)[:, None],
         "sharding": (layers + last) * gather[:, None]
         + (is_first(x) + last) * table_seconds(x, k, forward, backward)[:, None],

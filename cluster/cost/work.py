@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, CostInputs
+from cluster.cost.inputs import SCHEDULES, Array, CostInputs
 from trials.spec import GATHERED, Counts, Experts, LatentAttention, LlamaModel, Recompute, Schedule
 
 # ---- The work of a candidate, independent of coefficients: FLOPs, bytes and parameters of layer, head and collectives
@@ -110,9 +110,11 @@ class Work:
     """Bytes of logits read and written, forward and backward."""
     tp_bytes: Array
     """Bytes of one tensor-parallel all-reduce, of which there are two per layer and pass."""
-    cp_bytes: Array
-    """Bytes received from context-parallel peers per layer and exchange: all their keys and values, or queries, keys,
-    values and outputs by heads."""
+    keys_bytes: Array
+    """Bytes received from context-parallel peers per layer and exchange of keys and values."""
+    heads_bytes: Array
+    """Bytes of queries, keys, values and outputs received from context-parallel peers per layer and exchange of
+    heads."""
     pp_bytes: Array
     """Bytes sent from one stage to the next."""
 
@@ -135,8 +137,7 @@ def work_of(x: CostInputs) -> Work:
         (10 + 2 * x.dropout) * x.hidden / shared
         + (3 * width + (2 + 2 * x.gated) * inner_width(x) + 4 * copied_rows(x) * x.hidden) / x.tp
     ) + scores * x.compute_bytes * (5 + 2 * x.dropout)
-    by_heads = x.cp_method == CP_METHODS.index("ulysses")
-    exchanged_width = np.where(by_heads, (width + kv_width) / x.cp, kv_width)
+    heads, keys = x.exchanging_heads, x.passing_keys
     return Work(
         tokens=tokens,
         layer_params=layer_params,
@@ -150,7 +151,8 @@ def work_of(x: CostInputs) -> Work:
         # Each part's product is written and read in half the bytes of the sums, which are read and written.
         head_bytes=x.vocab / x.tp * (tokens * x.loss_traffic + 3 * x.hidden * x.loss_chunks * x.head_sums_bytes),
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
-        cp_bytes=2 * tokens * (x.cp - 1) * x.compute_bytes * exchanged_width / x.tp,
+        keys_bytes=2 * tokens * (keys - 1) * x.compute_bytes * kv_width / x.tp,
+        heads_bytes=2 * tokens * (heads - 1) / heads * x.compute_bytes * (width + kv_width) / x.tp,
         pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.compute_bytes / x.tp, 0.0),
     )
 

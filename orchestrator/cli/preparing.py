@@ -69,7 +69,7 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
     type=click.FloatRange(1),
     default=180.0,
     show_default=True,
-    help="Total time limit for running COMMAND, in seconds.",
+    help="Total time limit for running COMMAND, in seconds, without waiting for devices.",
 )
 @click.option("--example", metavar="NAME", help="Write the example NAME instead (see `--list`).")
 @click.option("--list", "list_examples", is_flag=True, help="List the examples and exit.")

@@ -56,6 +56,8 @@ class Detector:
         self._folder = folder
         self._files = files_of(script.command.argv, Path(script.run.cwd))
         self._notify = notify
+        self.spent_s = 0.0
+        """Seconds that its runs have taken, without the time spent waiting for devices."""
 
     def observe(self, variant: Filled, within_s: float) -> DetectionRun:
         """Run a variant of the command.
@@ -69,7 +71,9 @@ class Detector:
             spec = load_sweep(file)
         except ConfigError as error:
             raise NotSeenError(error.message) from None
+        begun_s = time.monotonic()
         ran = run_once(spec, spec.baseline_candidate, Home(self._folder), self._waits, step_within_s=within_s)
+        self.spent_s += time.monotonic() - begun_s - ran.waited_s
         if not isinstance(ran.outcome, Measured):
             raise NotSeenError(ran.outcome.evidence.message)
         found = ran.outcome.measurement.findings.script
@@ -123,7 +127,6 @@ def _escaped(word: str) -> str:
 def detect(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, notify: Notify) -> Detected:
     """Run the command, then once per option that may be worth tuning, as long as the budget lasts."""
     as_typed = _as_typed(script)
-    begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tune-cluster-look-") as folder:
         detector = Detector(script, machine, Path(folder), notify)
         notify("running the command for three steps")
@@ -131,17 +134,16 @@ def detect(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, n
             first = detector.observe(as_typed, budget_s)
         except NotSeenError as reason:
             return Detected(problem=str(reason))
-        took_s = time.monotonic() - begun_s
         detected = Detected(
             facts=first.facts,
             options=tuple(found_options(as_typed, script.source, first.options)),
             files=as_typed.files,
             starts_ranks=_starts_ranks(script, machine, first.facts),
         )
-        notify(f"detected after {took_s:.0f} s: {detected.words}")
+        notify(f"detected after {detector.spent_s:.0f} s: {detected.words}")
         if not script.uses_placeholders and script.framework.name != "accelerate":  # whose options are the script's
             return detected
-        return _with_proofs(detected, script, machine, detector, begun_s + budget_s, took_s * TIME_MARGIN, notify)
+        return _with_proofs(detected, script, machine, detector, budget_s, notify)
 
 
 def _as_typed(script: DraftedScript) -> Filled:
@@ -159,12 +161,12 @@ def _with_proofs(
     script: DraftedScript,
     machine: DraftedMachine,
     detector: Detector,
-    until_s: float,
-    run_s: float,
+    budget_s: float,
     notify: Notify,
 ) -> Detected:
     """Add the result of one changed run per option, and the options for which no time was left."""
     as_typed = _as_typed(script)
+    run_s = detector.spent_s * TIME_MARGIN
     declared = script.source.options if script.source is not None else ()
     changed = tuple(changes(as_typed.argv, (*declared, *detected.options), detected.facts, is_gpu=machine.is_gpu))
     proofs: dict[str, Proof] = {}
@@ -174,10 +176,10 @@ def _with_proofs(
         name = change.option.names[0]
         if change.role in proofs or any(done.option.names[0] == name for done in proofs.values()):
             continue
-        if time.monotonic() + run_s > until_s:
+        if detector.spent_s + run_s > budget_s:
             late.append(name)
             continue
-        found = _tried(change, detector, as_typed, until_s, detected.facts)
+        found = _tried(change, detector, as_typed, budget_s, detected.facts)
         if isinstance(found, Proof):
             proofs[change.role] = found
             notify(f"{change.words}: {found.before} became {found.after}")
@@ -190,11 +192,11 @@ def _with_proofs(
 
 
 def _tried(
-    change: OptionChange, detector: Detector, as_typed: Filled, until_s: float, before: ScriptFacts
+    change: OptionChange, detector: Detector, as_typed: Filled, budget_s: float, before: ScriptFacts
 ) -> Proof | str:
     """The proof from a changed run, or why there is none."""
     try:
-        after = detector.observe(change.applied(as_typed), until_s - time.monotonic())
+        after = detector.observe(change.applied(as_typed), budget_s - detector.spent_s)
     except NotSeenError as reason:
         return f"does not run: {reason}"
     unread = [one for one in after.options if change.option.names[0] in (*one.flags, one.name) and one.is_unread]

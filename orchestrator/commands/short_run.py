@@ -482,6 +482,8 @@ class Ran:
     command: tuple[str, ...]
     outcome: Outcome
     starting_s: float | None
+    waited_s: float
+    """Seconds before its launch, most of them spent waiting for devices that others hold."""
 
 
 def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candidate) -> ClusterRequest:
@@ -528,6 +530,7 @@ def _run(
     report_line: Notify,
     step_within_s: float | None,
 ) -> Ran:
+    begun_s = time.monotonic()
     measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
     short = spec.model_copy(update={"measure": measure})
     attempts = folder / "attempts"
@@ -566,7 +569,12 @@ def _run(
         ).run()
     outcome = state.trials[0].outcome
     assert outcome is not None, "the sweep is over"
-    return Ran(command=watch.command, outcome=outcome, starting_s=watch.starting_s)
+    return Ran(
+        command=watch.command,
+        outcome=outcome,
+        starting_s=watch.starting_s,
+        waited_s=min(watch.launches_s, default=time.monotonic()) - begun_s,
+    )
 
 
 class _Watch:
@@ -584,6 +592,7 @@ class _Watch:
         self._attempts = attempts
         self._report_line = report_line
         self._launched_at_s = self._reported_at_s = math.inf
+        self.launches_s: list[float] = []
         self.command: tuple[str, ...] = ()
         self.starting_s: float | None = None
 
@@ -595,6 +604,7 @@ class _Watch:
         argv = built.spec.get("argv", ())
         self.command = tuple(map(str, argv)) if isinstance(argv, list | tuple) else ()
         self._launched_at_s = self._reported_at_s = time.monotonic()
+        self.launches_s.append(self._launched_at_s)
         self.starting_s = None
         if self._step_within_s is not None:
             unspoken = {"expected": to_json(Expected()), "options": [ALL_OPTIONS]}

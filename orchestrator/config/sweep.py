@@ -164,7 +164,12 @@ class SweepSpec(Section):
         num_devices = None if num_devices is None else num_devices * self.cluster.nodes[0]
         device = None if self.cluster.device == "auto" else self.cluster.device
         self._scripted = resolve_script(
-            self.workload, self.space, self.baseline, num_devices=num_devices, device=device
+            self.workload,
+            self.space,
+            self.baseline,
+            num_devices=num_devices,
+            devices_per_node=self.cluster.devices_per_node,
+            device=device,
         )
         return self
 
@@ -210,7 +215,7 @@ class SweepSpec(Section):
         """The baseline in canonical form."""
         if self._scripted is not None:
             return self._scripted.baseline
-        return build_candidate(self.baseline.values(), self.to_workload().model)
+        return self.candidate_of({}, {})
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...]]:
@@ -226,14 +231,16 @@ class SweepSpec(Section):
 
     def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, CustomScalar]) -> Candidate:
         """The baseline with these values of built-in and custom knobs."""
-        scripted = self._scripted
+        scripted, devices_per_node = self._scripted, self.cluster.devices_per_node
         if scripted is None:
-            return build_candidate({**self.baseline.values(), **values}, self.to_workload().model)
+            values = {**self.baseline.values(), **values}
+            return build_candidate(values, self.to_workload().model, devices_per_node=devices_per_node)
         return build_candidate(
             {**scripted.baseline_values, **values},
             scripted.script.model,
             scripted.script.own,
             {**scripted.baseline_custom, **own},
+            devices_per_node=devices_per_node,
         )
 
     @property

@@ -386,12 +386,14 @@ def resolve_script(
     baseline: BaselineSection,
     *,
     num_devices: int | None,
+    devices_per_node: int | None = None,
     device: str | None = None,
 ) -> ScriptSweep:
     """Combine the file with the settings in the command.
 
     Args:
         num_devices: devices held throughout the sweep; None if unknown.
+        devices_per_node: those of one node; None if unknown.
         device: their kind; None if unknown.
 
     Raises:
@@ -416,7 +418,7 @@ def resolve_script(
     _check_devices(reading, given, num_devices)
     _check_layers(workload, reading, model, choices, values)
     custom_values = {knob.name: value for knob in own if (value := _custom_value(knob, baseline, run)) is not None}
-    trial_0 = build_candidate(values, model, own, custom_values)
+    trial_0 = build_candidate(values, model, own, custom_values, devices_per_node=devices_per_node)
     _check_ranks(run, reading, given, trial_0)
     as_configured = build_candidate(command_values, model, own, {} if baseline.own else custom_values)
     resolved = _workload(workload, model, reading, trial_0)

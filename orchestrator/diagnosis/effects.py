@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from orchestrator import statistics
 from orchestrator.diagnosis.values import KnobEffect
@@ -171,12 +170,19 @@ def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) ->
     return [(found[one], found[other]) for found in alike.values() if one in found and other in found]
 
 
+def _student(degrees: int) -> float:
+    """Two-sided 95% quantile of Student's t."""
+    from scipy.special import stdtrit  # slow to import, and most commands that import this module compute no effects
+
+    return float(stdtrit(degrees, 0.975))
+
+
 def _paired_ratio(pairs: Sequence[tuple[Observation, Observation]], objective: Objective) -> LogRatio:
     """Mean log ratio of speeds with Student's interval; for a single pair, the interval from the noise of its steps."""
     logs = np.array([one.log_time - other.log_time for one, other in pairs])
     mean = float(logs.mean())
     if len(logs) > 1:
-        half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        half = _student(len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
         return mean, mean - half, mean + half
     (one, other), *_ = pairs
     ci95 = statistics.speed_ratio(other.measurement, one.measurement, objective).ci95
@@ -225,5 +231,5 @@ class _Regression:
         if error > MAX_RELATIVE_ERROR:
             return None
         mean = float(weights @ self._weights)
-        half = float(stats.t.ppf(0.975, self._num_spare)) * error
+        half = _student(self._num_spare) * error
         return mean, mean - half, mean + half

@@ -248,6 +248,8 @@ def _alike(measured: Sequence[Trial], named: Sequence[Trial]) -> set[int]:
 IMPLIED: Mapping[str, frozenset[str]] = {
     "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
     "tp": frozenset({"sequence_parallel"}),
+    "cp": frozenset({"cp_method", "ulysses_degree"}),
+    "cp_method": frozenset({"ulysses_degree"}),
     "dp_shard": frozenset({"zero_stage", "replicate_with"}),
     "num_virtual_stages": frozenset({"schedule", "stage_layers"}),
     "schedule": frozenset({"num_virtual_stages", "stage_layers"}),
@@ -273,7 +275,7 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "communication": (
         *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "ep", "pp", "cp"),
-        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size", *IN_DDP),
+        *("tp_engine", "cp_method", "ulysses_degree", "replicate_with", "shard_embedding", "micro_batch_size", *IN_DDP),
     ),
     "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
     "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from scipy import stats
-
 from orchestrator.space.notation import flat_params
 from orchestrator.statistics import Interval
 from orchestrator.sweep.state import Trial
@@ -484,6 +482,8 @@ def _rank_correlation(found: Sequence[Predicted]) -> float | None:
     expected, measured = [p.expected_step_time_s for p in found], [p.step_time_s for p in found]
     if min(expected) == max(expected) or min(measured) == max(measured):
         return None
+    from scipy import stats  # takes half a second
+
     return float(stats.spearmanr(expected, measured).statistic)
 
 

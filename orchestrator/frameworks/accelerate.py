@@ -242,6 +242,7 @@ _LAYOUT: tuple[Setting, ...] = (
     ),
     unable(
         "layout.cp_method",
+        "layout.ulysses_degree",
         message="keys and values are gathered; Ulysses requires the DeepSpeed engine, see the format deepspeed",
     ),
     no_pipeline("Accelerate supports pipelines only through Megatron-LM"),

@@ -193,7 +193,8 @@ def _write_sequence(builder: SettingsBuilder) -> None:
     if layout.tp > 1:
         builder.refuse("layout.cp", "Ulysses and AutoTP cannot be combined")
     if layout.cp_method != "ulysses":
-        builder.refuse("layout.cp_method", "DeepSpeed supports only Ulysses for splitting sequences")
+        for knob in ("layout.cp_method", *(["layout.ulysses_degree"] if layout.ulysses_degree > 1 else [])):
+            builder.refuse(knob, "DeepSpeed supports only Ulysses for splitting sequences")
     builder.warn(
         "layout.cp",
         "your script must use Ulysses attention in the model (UlyssesSPAttentionHF or DistributedAttention)",
@@ -206,6 +207,7 @@ def _read_sequence(found: Found) -> dict[str, Any]:
     cp = found.whole("layout.cp", _SEQUENCE, 1)
     return {
         "layout.cp": cp,
+        "layout.ulysses_degree": 1,
         **({"layout.cp_method": "ulysses" if cp != 1 else "all_gather"} if found.is_export else {}),
     }
 
@@ -326,7 +328,13 @@ ROWS: tuple[Setting, ...] = (
     custom(
         ("layout.tp", "layout.tp_engine"), (_AUTOTP, _PRESET), _write_tensor_parallel, _read_tensor_parallel, "read"
     ),
-    custom(("layout.cp", "layout.cp_method"), (_SEQUENCE, _DATA), _write_sequence, _read_sequence, "read"),
+    custom(
+        ("layout.cp", "layout.cp_method", "layout.ulysses_degree"),
+        (_SEQUENCE, _DATA),
+        _write_sequence,
+        _read_sequence,
+        "read",
+    ),
     no_pipeline("a pipeline requires code: PipelineModule(layers, num_stages=...), with ZeRO stage 0 or 1"),
     unable("layout.sequence_parallel", message=WHOLE_BETWEEN),
     sharded_from(

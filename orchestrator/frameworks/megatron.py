@@ -67,7 +67,8 @@ MICRO, GLOBAL, WORKERS = "--micro-batch-size", "--global-batch-size", "--num-wor
 ATTENTION = "--attention-backend"
 MICRO_PATH = "micro_batch_size"
 LLAMA = "workload.model.llama"
-METHODS = {"all_gather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
+METHODS = {"all_gather": "all_gather", "ulysses": "a2a", "ring": "p2p", "hybrid": "a2a+p2p"}
+CP_SIZES = "--hierarchical-context-parallel-sizes"
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 PATTERNS = {
     "core_attn": (r"attention\.scaled_dot_product_attention",),
@@ -90,7 +91,7 @@ _FLAGS = (
     *megatron_experts.FLAGS,
 )
 """Arguments without a value, of those read or written in commands."""
-_LISTS = (MODULES, CP_METHOD, "--rampup-batch-size")
+_LISTS = (MODULES, CP_METHOD, CP_SIZES, "--rampup-batch-size")
 
 
 def _text(value: Any) -> str | None:
@@ -272,8 +273,13 @@ def _write_sequence_parallel(builder: SettingsBuilder) -> None:
 
 
 def _write_cp_method(builder: SettingsBuilder) -> None:
-    if builder.candidate.layout.cp > 1:
-        builder.settings[CP_METHOD] = METHODS[builder.candidate.layout.cp_method]
+    layout = builder.candidate.layout
+    builder.drop(CP_SIZES)
+    if layout.cp > 1:
+        builder.settings[CP_METHOD] = METHODS[layout.cp_method]
+    if layout.cp_method == "hybrid":
+        degree = layout.ulysses_degree
+        builder.settings[CP_SIZES] = [str(degree), str(layout.cp // degree)]
 
 
 def _read_cp_method(found: Found) -> dict[str, Any]:
@@ -283,7 +289,17 @@ def _read_cp_method(found: Found) -> dict[str, Any]:
     names = {"allgather": "all_gather", **{theirs: ours for ours, theirs in METHODS.items()}}
     if configured not in names and found.fields.get("layout.cp", 1) > 1:
         found.unread("layout.cp_method", f"{CP_METHOD} {configured}")
-    return {"layout.cp_method": names.get(configured)}
+    method = names.get(configured)
+    if method != "hybrid":
+        return {"layout.cp_method": method, "layout.ulysses_degree": 1}
+    sizes = found.get(CP_SIZES)
+    if not sizes:
+        found.unread("layout.cp_method", f"{CP_METHOD} {configured} without {CP_SIZES}")
+        return {"layout.cp_method": None, "layout.ulysses_degree": None}
+    return {
+        "layout.cp_method": method,
+        "layout.ulysses_degree": found.number("layout.ulysses_degree", CP_SIZES, sizes[0]),
+    }
 
 
 def _write_pipeline(builder: SettingsBuilder) -> None:
@@ -529,8 +545,8 @@ ROWS: tuple[Setting, ...] = (
         in_overlays=True,
     ),
     row(
-        "layout.cp_method",
-        CP_METHOD,
+        ("layout.cp_method", "layout.ulysses_degree"),
+        (CP_METHOD, CP_SIZES),
         _write_cp_method,
         _read_cp_method,
         matters=lambda candidate: candidate.layout.cp > 1,

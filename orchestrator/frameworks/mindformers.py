@@ -30,6 +30,7 @@ from orchestrator.frameworks.gaps import (
     weight_decay_but_norms,
     without_pipeline,
 )
+from orchestrator.frameworks.mindformers_context import CP, DEGREE_ROW, METHOD, METHOD_ROW, METHODS
 from orchestrator.frameworks.spelling import (
     Found,
     Recipe,
@@ -53,7 +54,7 @@ from trials.spec import Counts, LlamaModel, LossScale, SelectiveRecompute, gathe
 SCRIPT, FILE = "run_mindformer.py", "mindformers.yaml"
 MODEL, LLAMA = "model.model_config", "workload.model.llama"
 DP, PP = "parallel_config.data_parallel", "parallel_config.pipeline_stage"
-TP, CP = "parallel_config.model_parallel", "parallel_config.context_parallel"
+TP = "parallel_config.model_parallel"
 SEQUENCE, EMBEDDING = "parallel_config.use_seq_parallel", "parallel_config.vocab_emb_dp"
 NUM_LAYERS = f"{MODEL}.num_layers"
 COPIES, TOKEN_COPIES = "micro_batch_interleave_num", f"{MODEL}.fine_grain_interleave"
@@ -64,8 +65,6 @@ SHARDS, LEVEL = "parallel.enable_parallel_optimizer", f"{_OPTIMIZER}.optimizer_l
 SHARD_SIZE, SHARDS_SUMS = f"{_OPTIMIZER}.optimizer_weight_shard_size", f"{_OPTIMIZER}.gradient_accumulation_shard"
 INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
 CHUNKS, OFFSET = f"{MODEL}.pp_interleave_num", f"{MODEL}.offset"
-CP_METHOD = "parallel_config.context_parallel_algo"
-CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
 SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
 FULL, SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
 COMMUNICATION = "recompute_config.select_comm_recompute"
@@ -78,7 +77,7 @@ FLASH = f"{MODEL}.use_flash_attention"
 DEFAULTS = {
     **dict.fromkeys((DP, TP, PP, CP, CHUNKS, COPIES, TOKEN_COPIES, BATCH, ACCUMULATED, MICRO_BATCHES, "seed"), 1),
     **dict.fromkeys((FULL, SELECT, COMMUNICATION), False),
-    CP_METHOD: "colossalai_cp",
+    METHOD: METHODS["all_gather"],
     SCHEDULER: "1f1b",
     LEVEL: "level1",
     SHARD_SIZE: -1,
@@ -194,22 +193,6 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
 def _write_embedding(builder: SettingsBuilder) -> None:
     """With tensor parallelism, always write that the embedding is split over the vocabulary, as in the runner."""
     builder.settings[EMBEDDING] = builder.candidate.layout.tp == 1
-
-
-def _write_cp_method(builder: SettingsBuilder) -> None:
-    layout = builder.candidate.layout
-    if layout.cp == 1:
-        return
-    builder.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
-    if layout.cp_method not in CP_METHODS:
-        builder.refuse("layout.cp_method", f"{layout.cp_method} is not supported; exported as all_gather")
-
-
-def _read_cp_method(found: Found) -> dict[str, Any]:
-    ours = {theirs: name for name, theirs in CP_METHODS.items()}
-    if found.get(CP_METHOD) not in ours and found.whole("layout.cp", CP) != 1:
-        found.unread("layout.cp_method", f"{CP_METHOD}: {found.get(CP_METHOD)}")
-    return {"layout.cp_method": ours.get(str(found.get(CP_METHOD)))}
 
 
 def _write_pipeline(builder: SettingsBuilder) -> None:
@@ -572,7 +555,7 @@ ROWS: tuple[Setting, ...] = (
     custom(("workload.data",), (), _write_data),
     number("layout.tp", TP),
     option("layout.pp", PP),
-    number("layout.cp", CP),
+    DEGREE_ROW,
     row(
         ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage", "layout.gradient_reduction"),
         (DP, SHARDS, LEVEL, SHARD_SIZE, SHARDS_SUMS),
@@ -591,13 +574,7 @@ ROWS: tuple[Setting, ...] = (
     switch("layout.sequence_parallel", SEQUENCE, matters=lambda candidate: candidate.layout.tp > 1),
     own_collectives("the MindSpore compiler places the collectives", lambda found: int(found[TP])),
     custom((), (EMBEDDING,), _write_embedding),
-    row(
-        "layout.cp_method",
-        CP_METHOD,
-        _write_cp_method,
-        _read_cp_method,
-        matters=lambda candidate: candidate.layout.cp > 1,
-    ),
+    METHOD_ROW,
     row(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         (PP, INTERLEAVE, SCHEDULER, CHUNKS, OFFSET),

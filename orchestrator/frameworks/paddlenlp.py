@@ -161,6 +161,9 @@ def _write_cp(builder: SettingsBuilder) -> None:
         builder.settings[ULYSSES if layout.cp_method == "ulysses" else RING] = layout.cp
     if builder.is_export and layout.cp > 1 and layout.cp_method == "all_gather":
         builder.warn("layout.cp_method", "keys and values are passed around a ring instead of being gathered at once")
+    if layout.cp_method == "hybrid":
+        for knob in ("layout.cp_method", "layout.ulysses_degree"):
+            builder.refuse(knob, "ring and Ulysses are not combined; exported as ring")
 
 
 def _read_cp(found: Found) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def _read_cp(found: Found) -> dict[str, Any]:
         found.unread("layout.cp", f"{RING} {ring} together with {ULYSSES} {ulysses}")
         return {}
     method = "ulysses" if ulysses > 1 else "ring" if ring > 1 else "all_gather"
-    return {"layout.cp": max(ring, ulysses), "layout.cp_method": method}
+    return {"layout.cp": max(ring, ulysses), "layout.cp_method": method, "layout.ulysses_degree": 1}
 
 
 def _write_data_parallel(builder: SettingsBuilder) -> None:
@@ -435,7 +438,7 @@ ROWS: tuple[Setting, ...] = (
     custom(("workload.data",), (), _write_data),
     number("layout.tp", TP),
     option("layout.pp", PP),
-    row(("layout.cp", "layout.cp_method"), (RING, ULYSSES), _write_cp, _read_cp),
+    row(("layout.cp", "layout.cp_method", "layout.ulysses_degree"), (RING, ULYSSES), _write_cp, _read_cp),
     shell.world_size(),
     row(
         ("layout.zero_stage", "layout.dp_replicate", "layout.dp_shard"),

@@ -547,7 +547,11 @@ ROWS: tuple[Setting, ...] = (
         in_overlays=True,
     ),
     _degree("layout.cp", CP, cp_method="all_gather"),
-    unable("layout.cp_method", message="keys and values are gathered: neither Ulysses nor ring is supported"),
+    unable(
+        "layout.cp_method",
+        "layout.ulysses_degree",
+        message="keys and values are gathered: neither Ulysses nor ring is supported",
+    ),
     fixed("parallelism.context_parallel_load_balancer", "headtail"),
     row(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),

@@ -477,7 +477,12 @@ def _drawn_by_model(space: Space, sorter: _Sorter, objective: Objective) -> Cand
 
 def _space(spec: SweepSpec) -> Space:
     try:
-        return make_space(spec.choices, spec.to_workload().model, spec.custom_knobs)
+        return make_space(
+            spec.choices,
+            spec.to_workload().model,
+            spec.custom_knobs,
+            devices_per_node=spec.cluster.devices_per_node,
+        )
     except SpaceTooLargeError as error:
         raise spec.error(("space",), str(error), error.remedy) from None
 

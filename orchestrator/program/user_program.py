@@ -145,6 +145,8 @@ def values_of(reading: Reading, *, num_layers: int, num_devices: int | None) -> 
     candidate = candidate_of({path: value for path, value in reading.values.items() if path in PATHS})
     configured = configured_knobs(reading)
     values = {knob.name: knob.read(candidate) for knob in KNOBS}
+    if candidate.layout.cp_method != "hybrid":
+        values["ulysses_degree"] = "auto"
     values["stage_layers"] = _split(candidate.layout, num_layers)
     values["recompute"] = _policy(candidate, num_layers, knows_layers=reading.num_layers is not None)
     if num_devices is not None:

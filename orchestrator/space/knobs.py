@@ -43,6 +43,7 @@ from orchestrator.text import one_line
 from trials.spec import (
     Candidate,
     Counts,
+    CPMethod,
     CustomChoice,
     Kernels,
     Model,
@@ -463,6 +464,14 @@ def _cp_method(text: str, meaning: str, method: str) -> Sign:
     return _suffix(text, meaning, lambda c: c.layout.cp > 1 and c.layout.cp_method == method)
 
 
+def _canonical_cp_method(fields: Fields, _: Model | None) -> str:
+    """Return the method; a hybrid of one group, or of groups of one rank, is one of the methods that it combines."""
+    cp, method, degree = fields["cp"], fields["cp_method"], fields["ulysses_degree"]
+    if cp == 1:
+        return "all_gather"
+    return {1: "ring", cp: "ulysses"}.get(degree, "hybrid") if method == "hybrid" else str(method)
+
+
 def _chunks(candidate: Candidate) -> Any:
     layout = candidate.layout
     has_choice = layout.pp > 1 and layout.schedule != "zbv"
@@ -613,12 +622,29 @@ KNOBS: tuple[Knob, ...] = (
     ),
     _knob(
         "layout.cp_method",
-        Literal["all_gather", "ulysses", "ring"],
+        CPMethod,
         "How attention accesses the full sequence: `all_gather` gathers keys and values, `ulysses` "
-        "exchanges the sequence dimension for heads, and `ring` passes keys and values around.",
+        "exchanges the sequence dimension for heads, `ring` passes keys and values around, and `hybrid` "
+        "exchanges heads among `ulysses_degree` neighbouring ranks and passes keys and values between these groups.",
         _cp_method("u", "by exchanging heads (Ulysses)", "ulysses"),
         _cp_method("r", "by passing keys and values around (ring)", "ring"),
-        canonical=lambda f, _: f["cp_method"] if f["cp"] > 1 else "all_gather",
+        canonical=_canonical_cp_method,
+    ),
+    _knob(
+        "layout.ulysses_degree",
+        Degree | Literal["auto"],
+        "The number of ranks that exchange heads with `cp_method: hybrid`, a divisor of `cp`. `auto` is the largest "
+        "one for which `tp` times it divides the numbers of heads and key-value heads and is at most "
+        "`cluster.devices_per_node`, if that is set. `hybrid` is `ring` with 1 and `ulysses` with `cp`.",
+        _suffix(
+            "h{N}",
+            "by exchanging heads among {N} devices (Ulysses) and passing keys and values between groups (ring)",
+            lambda c: c.layout.ulysses_degree if c.layout.cp_method == "hybrid" else None,
+            knobs=("cp_method",),
+        ),
+        default="auto",
+        resolved_type=Degree,
+        canonical=lambda f, _: f["ulysses_degree"] if f["cp_method"] == "hybrid" else 1,
     ),
     _knob(
         "layout.tp",

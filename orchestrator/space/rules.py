@@ -468,6 +468,7 @@ def _group(candidate: Candidate) -> Hashable:
 
 
 _ENGINE_FIELDS = ("replicate_with", "tp_engine", "cp_method")
+_ENGINES = ("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses", "ring", "hybrid")
 _UNDECLARED_LAYOUT = tuple(
     field.name
     for field in dataclasses.fields(Layout)
@@ -497,9 +498,7 @@ def _engines(layout: Layout) -> tuple[str, str, str]:
 
 def _engine_codes(layout: Layout) -> tuple[int, ...]:
     """Return the engines as numbers; 0 is comparable with all."""
-    return tuple(
-        ("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses", "ring").index(e) for e in _engines(layout)
-    )
+    return tuple(map(_ENGINES.index, _engines(layout)))
 
 
 def _undirected(candidate: Candidate, own: CustomMemory) -> Hashable:

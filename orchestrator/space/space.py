@@ -34,6 +34,7 @@ from trials.spec import (
     Precision,
     Recompute,
     UserModel,
+    decoder_of,
 )
 
 # Canonical form: converts knob values to candidates and back, so that each candidate has one spelling
@@ -67,9 +68,11 @@ def build_candidate(
     model: Model,
     own: Sequence[CustomKnob] = (),
     custom_values: Mapping[str, CustomScalar] = {},
+    *,
+    devices_per_node: int | None = None,
 ) -> Candidate:
     """Build the canonical candidate from a full set of knob values, and values of custom knobs."""
-    layout = build_layout(values, model.num_layers)
+    layout = build_layout(values, model, devices_per_node)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
     engine = engine_for(values["tp_engine"], model)
     engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.repeats_gathers)
@@ -90,8 +93,8 @@ def knob_values(candidate: Candidate) -> dict[str, Any]:
     return {knob.name: knob.read(candidate) for knob in KNOBS}
 
 
-def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
-    """Build the layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
+def build_layout(values: Mapping[str, Any], model: Model, devices_per_node: int | None = None) -> Layout:
+    """Build the layout in canonical form, with ``auto`` and the layers per stage resolved.
 
     ``tp_engine`` also depends on the recompute policy and keeps its default, for :func:`with_tp_engine`.
     """
@@ -103,10 +106,22 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
         engine = "ddp" if is_plain else "fsdp2"
     replicate, shard = _data_parallel(values)
     layers = resolve_stage_layers(
-        values["stage_layers"], num_layers=num_layers, pp=pp, num_virtual_stages=chunks, schedule=schedule
+        values["stage_layers"], num_layers=model.num_layers, pp=pp, num_virtual_stages=chunks, schedule=schedule
     )
     resolved = {"dp_replicate": replicate, "dp_shard": shard, "replicate_with": engine, "stage_layers": layers}
+    if values["ulysses_degree"] == "auto":
+        resolved["ulysses_degree"] = _ulysses_degree(values["cp"], values["tp"], model, devices_per_node)
     return build_part(Layout, {**values, **resolved, "tp_engine": Layout().tp_engine})
+
+
+def _ulysses_degree(cp: int, tp: int, model: Model, devices_per_node: int | None) -> int:
+    """Return the most ranks, of those that ``cp`` counts, that can exchange heads, within a node if its size is
+    known."""
+    decoder = decoder_of(model)
+    heads = 0 if decoder is None else math.gcd(decoder.num_heads, decoder.num_kv_heads)
+    most = cp if devices_per_node is None else min(cp, devices_per_node // tp)
+    fitting = (size for size in range(most, 1, -1) if cp % size == 0 and heads % (tp * size) == 0)
+    return next(fitting, 1)
 
 
 def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
@@ -291,7 +306,9 @@ class _Places:
         self.codes.append(code)
 
 
-def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -> Space:
+def make_space(
+    choices: Choices, model: Model, own: Sequence[CustomKnob] = (), *, devices_per_node: int | None = None
+) -> Space:
     """Build the space of ``choices`` and the custom knobs ``own`` for ``model``; of more than ``MAX_SETTINGS`` layouts,
     a random sample.
 
@@ -313,19 +330,20 @@ def make_space(choices: Choices, model: Model, own: Sequence[CustomKnob] = ()) -
     }
     frames = tuple(
         Frame(layout=layout, micro_batch_size=micro_batch_size, recomputes=recomputes)
-        for layout, recomputes in _layouts(choices, model).items()
+        for layout, recomputes in _layouts(choices, model, devices_per_node).items()
         for micro_batch_size in choices["micro_batch_size"]
     )
     product_size = math.prod([*map(len, choices.values()), *own_sizes.values()])
     return Space(frames=frames, parts=parts, product_size=product_size)
 
 
-def _layouts(choices: Choices, model: Model) -> dict[Layout, tuple[Recompute, ...]]:
+def _layouts(choices: Choices, model: Model, devices_per_node: int | None) -> dict[Layout, tuple[Recompute, ...]]:
     """Return the distinct layouts, each with its distinct recompute policies."""
     found: dict[Layout, dict[Recompute, None]] = {}
     num_layers = model.num_layers
     engines = tuple(dict.fromkeys(engine_for(engine, model) for engine in choices["tp_engine"]))
-    without_engine = _distinct(_settings(choices, "layout"), lambda values: build_layout(values, num_layers))
+    settings = _settings(choices, "layout")
+    without_engine = _distinct(settings, lambda values: build_layout(values, model, devices_per_node))
     for layout, engine in product(without_engine, engines):
         present = layers_of(layout, num_layers)
         for choice in choices["recompute"]:
@@ -506,6 +524,7 @@ def without_effect(candidate: Candidate) -> frozenset[str]:
         (layout.dp * layout.cp > 1, ("shard_embedding",)),
         (layout.tp > 1, ("sequence_parallel", "tp_engine", "num_copies")),
         (layout.cp > 1, ("cp_method",)),
+        (layout.cp_method == "hybrid", ("ulysses_degree",)),
         (has_workers, ("prefetch_factor",)),
         (has_workers or loader.tuning is not None, ("persistent_workers",)),
         (candidate.kernels.compile != "off", ("compile_mode", "dynamic")),

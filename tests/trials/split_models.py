@@ -10,7 +10,6 @@ import warnings
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.trials.tiny import SHAPE
@@ -18,7 +17,7 @@ from trials.attention import causal_attention, plan_attention
 from trials.models.built_in import Llama
 from trials.parallel.context import apply_context_parallel, split_sequence
 from trials.parallel.copies import apply_copies, interleave_positions
-from trials.parallel.mesh import ShardMap, init_parameters, plain_name
+from trials.parallel.mesh import ShardMap, build_mesh, init_parameters, plain_name
 from trials.parallel.tensor import apply_tensor_parallel
 from trials.recompute import apply_recompute
 from trials.sizes import Chunk
@@ -39,11 +38,11 @@ def build(layout, chunk=WHOLE, shape=SHAPE, **options):
     plan = plan_attention(shape, options.get("attention", "auto"), dtype, "cpu")
     plan = dataclasses.replace(plan, expands=options.get("expands", plan.expands))
     if layout.tp * layout.cp > 1:
-        mesh = init_device_mesh("cpu", (layout.cp, layout.tp), mesh_dim_names=("cp", "tp"))
+        mesh = build_mesh(layout, CPU)
         if layout.tp > 1:
             shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
         if layout.cp > 1:
-            apply_context_parallel(model, mesh["cp"], layout, plan)
+            apply_context_parallel(model, mesh, layout, plan)
     if options.get("expands") and layout.cp == 1:
         model.attend_by(functools.partial(causal_attention, expands=True))
     apply_copies(model, candidate(layout, **options), plan)

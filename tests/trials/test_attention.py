@@ -259,6 +259,7 @@ def test_keys_and_values_travel_while_others_are_attended_to(function, forward, 
 
 
 ULYSSES, RING = (Layout(cp=2, cp_method=method) for method in ("ulysses", "ring"))
+HYBRID = Layout(cp=4, cp_method="hybrid", ulysses_degree=2)
 ALL_HEADS = {"shape": dataclasses.replace(SHAPE, num_kv_heads=4)}
 LOCAL_SP = {"tp": 2, "tp_engine": "local", "sequence_parallel": True}
 CASES = {
@@ -278,7 +279,16 @@ CASES = {
         "ring4": (dataclasses.replace(RING, cp=4), {}),
         "ring-copies-recompute": (Layout(cp=2, cp_method="ring", num_copies=2, **LOCAL_SP), {"recompute": True}),
         "ulysses4-all-heads": (dataclasses.replace(ULYSSES, cp=4), ALL_HEADS),
+        "hybrid": (HYBRID, {}),
+        "hybrid-selective": (HYBRID, {"selective": r"attention\.scaled_dot_product_attention"}),
         "ulysses-local-sp-all-heads": (Layout(cp=2, cp_method="ulysses", **LOCAL_SP), ALL_HEADS),
+    },
+    8: {
+        "hybrid-copies-recompute-all-heads": (
+            dataclasses.replace(HYBRID, num_copies=2, **LOCAL_SP),
+            {**ALL_HEADS, "recompute": True},
+        ),
+        "hybrid8-all-heads": (dataclasses.replace(HYBRID, cp=8, ulysses_degree=4), ALL_HEADS),
     },
 }
 

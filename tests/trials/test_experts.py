@@ -13,15 +13,16 @@ import torch
 
 from tests.trials.gang import RankFailure, differences, run_gang
 from tests.trials.initial import check_all
-from tests.trials.parity_knobs import read_rows, spec_of
+from tests.trials.parity_knobs import THREE_STEPS, WORKLOAD, read_rows, spec_of
 from tests.trials.ranks import planted
 from tests.trials.test_parity import NEUTRAL, name_of, tolerances
+from tests.trials.tiny import tiny_spec
 from trials.dryrun.tracker import fake_process_group
 from trials.legality import violations
 from trials.models import experts
 from trials.models.experts import ExpertBalance, MixtureOfExperts, Router, grouped_matmul
 from trials.parallel.mesh import DATA_AXES, build_mesh, flat_mesh
-from trials.spec import Experts, with_learned_routing
+from trials.spec import Experts, Layout, with_learned_routing
 from trials.training.loop import parallelize
 
 EXPERTS = Experts(
@@ -63,7 +64,8 @@ def split_specs(specs):
 
 
 WHOLE = legal(dense_specs())
-SPLIT = split_specs(dense_specs())
+RECOMPUTED_COPIES = {**NEUTRAL, "dp": "zero3", "tp": "local-sp-copies", "recompute": "full", "batches": "m2"}
+SPLIT = split_specs(dense_specs() | {name_of(RECOMPUTED_COPIES): with_experts(spec_of(RECOMPUTED_COPIES))})
 SPECS = WHOLE | SPLIT
 
 
@@ -88,7 +90,11 @@ def tried_split():
     """Those on up to four ranks; of the compiled ones, which take long, some."""
     names = [name for name in SPLIT if world_size(name) <= 4]
     eager = [name for name in names if SPECS[name].candidate.kernels.compile == "off"]
-    compiled = [name for name in names if name not in eager and name.startswith(("ep2/zero", "ep2/local/"))]
+    compiled = [
+        name
+        for name in names
+        if name not in eager and name.startswith(("ep2/zero", "ep2/local/", "ep2/local-sp-copies"))
+    ]
     fours = [name for name in eager if name.startswith("ep4")]
     return [*(name for name in eager if name not in fours), *spread(fours, 6), *compiled]
 
@@ -143,6 +149,29 @@ def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
         assert loss < 1e-5 and norm < 1e-5, (loss, norm)
 
 
+COPIES = Layout(tp=2, tp_engine="local", num_copies=2, ep=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_copies_are_routed_like_the_whole(tmp_path):
+    """Halves of the sequences, whose own losses are means, and halves of the positions of one sequence."""
+    few_losses = dataclasses.replace(EXPERTS, aux_loss=0.0)
+    trials = [
+        (COPIES, EXPERTS, 2),
+        (COPIES, few_losses, 8),
+        (dataclasses.replace(COPIES, sequence_parallel=True), few_losses, 8),
+    ]
+    specs = [
+        with_experts(tiny_spec(layout, workload=WORKLOAD, num_microbatches=number), shape)
+        for layout, shape, number in trials
+    ]
+    found = run_gang([dataclasses.replace(spec, protocol=THREE_STEPS) for spec in specs], tmp_path / "copies")
+    (alone,) = run_gang([with_experts(spec_of(NEUTRAL), few_losses)], tmp_path / "alone")
+    for result, expected in zip(found, (reference(), alone, alone), strict=True):
+        assert max(differences(result, expected)) < 1e-5
+
+
 def test_split_experts_are_gathered_with_their_layer():
     """The host waits for the router, so without that the gathering would begin when the rows are there."""
     spec = with_ep(with_experts(spec_of({**NEUTRAL, "dp": "zero3"})), 2)
@@ -167,8 +196,8 @@ def lost_in_dispatch(finish):
     return lambda *args: torch.cat([(rows := finish(*args))[:1] * 0, rows[1:]])
 
 
-def back_in_another_order(communicate):
-    return lambda kind, rows, *args: communicate(kind, rows.flip(0), *args)
+def back_in_another_order(results):
+    return lambda exchange, returning: results(exchange, returning).flip(0)
 
 
 def over_the_wrong_group(apply):
@@ -191,7 +220,7 @@ LOOP = "trials.training.loop"
 SPLIT_FAULTS = {
     "none": (EXCHANGE, "finish", no_fault),
     "a token lost in dispatch": (EXCHANGE, "finish", lost_in_dispatch),
-    "results of other tokens": (EXCHANGE, "communicate", back_in_another_order),
+    "results of other tokens": (f"{EXCHANGE}:RowExchange", "results", back_in_another_order),
     "gradients over the wrong group": (LOOP, "apply_expert_parallel", over_the_wrong_group),
     "weight before and after": (f"{EXCHANGE}:RowExchange", "send", weighed_before_and_after),
     "norm of other experts missing": ("trials.parallel.mesh", "num_replicas", counted_once),

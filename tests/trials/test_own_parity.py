@@ -123,6 +123,7 @@ KNOBS = {
     "chunks": {"kernels": Kernels(loss_chunks=3)},
     "chunks-zero3-O2": {"layout": Layout(dp_shard=2, zero_stage=3), "kernels": Kernels(loss_chunks=4), "precision": O2},
     "chunks-model": {"kernels": Kernels(loss_chunks=3, compile="model", backend="eager")},
+    "tp-block": {"layout": Layout(tp=2), "kernels": Kernels(compile="block", backend="aot_eager")},
     "tp-model": {"layout": Layout(tp=2), "kernels": Kernels(compile="model", backend="eager")},
     "tp-O1": {"layout": Layout(tp=2), "precision": O1},
     "tp-chunks": {"layout": Layout(tp=2), "kernels": Kernels(loss_chunks=3), "micro_batch_size": 2},

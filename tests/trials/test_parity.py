@@ -30,6 +30,7 @@ from tests.trials.parity_knobs import (
     read_rows,
     spec_of,
 )
+from tests.trials.ranks import planted
 from tests.trials.tiny import tiny_spec
 from trials.spec import Kernels, Layout, Loader, Precision, Recompute, SelectiveRecompute
 
@@ -42,6 +43,7 @@ def name_of(row):
     return "/".join(value for value in row.values() if value not in silent)
 
 
+HYBRID = {"cp": 4, "cp_method": "hybrid", "ulysses_degree": 2}
 MORE_LAYOUTS = {
     "zero1-2x2": Layout(dp_replicate=2, dp_shard=2, zero_stage=1),
     "hsdp2-2x2": Layout(dp_replicate=2, dp_shard=2, zero_stage=2),
@@ -50,6 +52,8 @@ MORE_LAYOUTS = {
     "all-gather4/zero3": Layout(cp=4, cp_method="all_gather", dp_shard=2, zero_stage=3),
     "ring4/local-sp": Layout(cp=4, cp_method="ring", tp=2, tp_engine="local", sequence_parallel=True),
     "ring4/1f1b": Layout(cp=4, cp_method="ring", pp=2, stage_layers=((2, 1),)),
+    "hybrid4/zero3": Layout(dp_shard=2, zero_stage=3, **HYBRID),
+    "hybrid4/zero1": Layout(dp_shard=2, zero_stage=1, **HYBRID),
     "1f1b-no-layer": Layout(pp=4, stage_layers=((1, 0, 2, 0),)),
     "zbv-no-layer": Layout(pp=4, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 0, 1, 0), (0, 0, 0, 1))),
 }
@@ -72,10 +76,10 @@ KEPT = {
 """Layouts of O2 with the first layer, all norms and the head in fp32."""
 
 COPIES = {"tp": 2, "tp_engine": "local", "num_copies": 2}
-POSITIONS = {
-    "copies": (Layout(**COPIES), 8, {}),
-    "zero3/sp-copies": (Layout(dp_shard=2, zero_stage=3, sequence_parallel=True, **COPIES), 4, {}),
-    "zero1/sp-copies/O1/selective": (
+SINGLE = {
+    "copies/positions": (Layout(**COPIES), 8, {}),
+    "zero3/sp-copies/positions": (Layout(dp_shard=2, zero_stage=3, sequence_parallel=True, **COPIES), 4, {}),
+    "zero1/sp-copies/O1/selective/positions": (
         Layout(dp_shard=2, zero_stage=1, sequence_parallel=True, **COPIES),
         4,
         {
@@ -85,16 +89,24 @@ POSITIONS = {
             ),
         },
     ),
-    "1f1b/sp-copies/block/full": (
+    "1f1b/sp-copies/block/full/positions": (
         Layout(pp=2, stage_layers=((2, 1),), sequence_parallel=True, **COPIES),
         8,
         {"kernels": Kernels(compile="block", backend="aot_eager"), "recompute": Recompute(full=((1, 1),))},
     ),
-    "sp-copies/communication": (
+    "sp-copies/communication/positions": (
         Layout(sequence_parallel=True, **COPIES), 8, {"recompute": Recompute(communication=((2,),))}
     ),
+    "hybrid4/block/full": (
+        Layout(**HYBRID), 2,
+        {"kernels": Kernels(compile="block", backend="aot_eager"), "recompute": Recompute(full=((2,),))},
+    ),
+    "hybrid4/1f1b/O1/chunked-loss": (
+        Layout(pp=2, stage_layers=((2, 1),), **HYBRID), 4,
+        {"precision": Precision(level="O1", dtype="bfloat16"), "kernels": Kernels(loss_chunks=3)},
+    ),
 }  # fmt: skip
-"""Layouts, micro-batches and knobs with single sequences as micro-batches, whose positions are split into copies."""
+"""Layouts, micro-batches and other knobs. With single sequences as micro-batches, copies split the positions."""
 
 NEUTRAL = {
     "pp": "flat", "dp": "one", "tp": "whole", "cp": "sequence", "embedding": "embedding", "batches": "m1",
@@ -135,9 +147,9 @@ def matrix():
     for name, layout in MORE_LAYOUTS.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=max(2, layout.pp))
         specs[name] = dataclasses.replace(spec, protocol=THREE_STEPS)
-    for name, (layout, number, knobs) in POSITIONS.items():
+    for name, (layout, number, knobs) in SINGLE.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=number, **knobs)
-        specs[f"{name}/positions"] = dataclasses.replace(spec, protocol=THREE_STEPS)
+        specs[name] = dataclasses.replace(spec, protocol=THREE_STEPS)
     knobs = {
         "full-batch": {"loader": Loader(full_batch=True)},
         "math": {"kernels": Kernels(attention="math")},
@@ -165,7 +177,9 @@ def representatives():
         # The root lets many values count more than little work.
         chosen.append(max(rows, key=lambda row: len(missing & row.items()) / cost(row) ** 0.25))
         missing -= chosen[-1].items()
-    return frozenset({*map(name_of, chosen), "zero3/O2-fp8", "zero3/keep-fp32", "copies/positions"})
+    return frozenset(
+        {*map(name_of, chosen), "zero3/O2-fp8", "zero3/keep-fp32", "copies/positions", "hybrid4/block/full"}
+    )
 
 
 Part = tuple[int, bool, int]
@@ -240,6 +254,36 @@ def test_trains_like_a_single_process(name):
     loss, norm = differences(results(PARTS[name])[name], baselines()[BASELINES[MATRIX[name].workload]])
     loss_limit, norm_limit = tolerances(MATRIX[name].candidate.precision)
     assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+
+
+def no_fault(original):
+    return original
+
+
+def in_the_order_of_ranks(_in_order):
+    return lambda parts: parts.movedim(0, -3).flatten(-3, -2)
+
+
+def ring_inside_of_the_groups(sequence_mesh):
+    return lambda mesh: {"ring": sequence_mesh(mesh)["ulysses"], "ulysses": sequence_mesh(mesh)["ring"]}
+
+
+CONTEXT = "trials.parallel.context"
+HYBRID_FAULTS = {
+    "none": (CONTEXT, "in_order", no_fault),
+    "order of positions": (CONTEXT, "in_order", in_the_order_of_ranks),
+    "wrong group": (CONTEXT, "sequence_mesh", ring_inside_of_the_groups),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_faults_of_hybrid_context_parallelism_show(tmp_path):
+    spec = dataclasses.replace(tiny_spec(Layout(**HYBRID), workload=WORKLOAD), protocol=THREE_STEPS)
+    around = [functools.partial(planted, *fault) for fault in HYBRID_FAULTS.values()]
+    found = run_gang([spec] * len(around), tmp_path, around=around)
+    shown = [max(differences(result, baselines()[BASELINES[WORKLOAD]])) > 1e-5 for result in found]
+    assert dict(zip(HYBRID_FAULTS, shown, strict=True)) == {name: name != "none" for name in HYBRID_FAULTS}
 
 
 @pytest.mark.slow

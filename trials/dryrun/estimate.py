@@ -149,7 +149,8 @@ def num_communicators(layout: Layout) -> int:
     sharing = layout.dp_shard if layout.zero_stage else layout.dp_replicate
     same_experts = sharing * layout.cp * layout.tp // layout.ep if layout.ep > 1 else 1
     degrees = (layout.dp, layout.tp, layout.cp, layout.pp, layout.ep, same_experts, layout.world_size)
-    return sum(degree > 1 for degree in degrees)
+    of_hybrid = 2 if layout.cp_method == "hybrid" else 0
+    return sum(degree > 1 for degree in degrees) + of_hybrid
 
 
 def context_bytes(layout: Layout) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -147,6 +147,8 @@ class Router(nn.Module):
         self.load: Tensor
         self.loss_factor: Tensor
         """What the gradients of the router's own losses are multiplied by, as those of the model's loss are."""
+        self.num_copies = 1
+        """Equal parts of a micro-batch that are routed one by one."""
         self.sequence_group: dist.ProcessGroup | None = None
         """Ranks with the other positions of the same sequences, under context or tensor parallelism."""
 
@@ -193,7 +195,7 @@ class Router(nn.Module):
             probabilities = scores / scores.sum(-1, keepdim=True)
             mean = probabilities.view(num_sequences, -1, shape.num_experts).mean(1)
             total = total + shape.aux_loss * (load * mean).sum(-1).mean()
-        return total
+        return total / self.num_copies
 
     def _in_turn(self, x: Tensor) -> Tensor:
         size = (x.shape[0], self.shape.top_k)
@@ -248,14 +250,18 @@ class SharedExpert(nn.Module):
 
 
 class Exchange(Protocol):
-    """Lets the rows of this rank pass experts on several ranks, in two halves with other work in between."""
+    """Lets the rows of this rank pass experts on several ranks, in steps with other work in between."""
 
     def send(self, rows: Tensor, counts: Tensor) -> Any:
         """Start sending rows, sorted by expert, of which expert ``e`` gets ``counts[e]``."""
         ...
 
-    def through(self, experts: RoutedExperts, sent: Any) -> Tensor:
-        """Return the results for all rows sent, in their order; ``experts`` are those of this rank."""
+    def through(self, experts: RoutedExperts, sent: Any) -> Any:
+        """Pass the rows that arrive through ``experts``, those of this rank, and start sending the results back."""
+        ...
+
+    def results(self, returning: Any) -> Tensor:
+        """Return the results for all rows sent, in their order."""
         ...
 
 
@@ -271,8 +277,29 @@ class PositionSplit(Protocol):
         ...
 
 
+class Routed(NamedTuple):
+    """Tokens between the pieces of a mixture of experts."""
+
+    x: Tensor
+    """Hidden states of this rank's positions."""
+    weights: Tensor
+    """Weights of each token's experts, ``[T, K]``."""
+    place: Tensor
+    """Row of each of the tokens' results, ``[T * K]``."""
+    rows: Any
+    """Rows on their way to the experts, and back; without an exchange, the rows and their numbers, and the results."""
+    shared: Tensor | None = None
+    """Result of the shared experts."""
+
+
+MixturePiece = Literal["send", "experts", "shared", "combine"]
+
+
 class MixtureOfExperts(nn.Module):
-    """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token."""
+    """Feed-forward of hidden states ``[B, S, D]`` through the experts that a router chooses for each token.
+
+    A schedule that runs the pieces separately does so through the module's own call, as those of dense sub-layers.
+    """
 
     def __init__(self, hidden_size: int, shape: Experts, layer: int = 0) -> None:
         super().__init__()
@@ -286,12 +313,21 @@ class MixtureOfExperts(nn.Module):
         self.positions: PositionSplit | None = None
         """Set if other ranks have the same tokens."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.positions is None:
-            return self._mixed(x)
-        return self.positions.whole(self._mixed(self.positions.own(x))).to(x.dtype)
+    def forward(self, x: Any, piece: MixturePiece | None = None) -> Any:
+        """Run all, or one piece: ``send`` takes hidden states, and each of the others what the one before returned."""
+        if piece == "send":
+            return self._sent(x)
+        if piece == "experts":
+            return self._through_experts(x)
+        if piece == "shared":
+            return self._with_shared(x)
+        if piece == "combine":
+            return self._combined(x)
+        return self._combined(self._through_experts(self._with_shared(self._sent(x))))
 
-    def _mixed(self, x: Tensor) -> Tensor:
+    def _sent(self, x: Tensor) -> Routed:
+        if self.positions is not None:
+            x = self.positions.own(x)
         flat = x.flatten(0, -2)
         weights, ids = self.router(flat, num_sequences=x.shape[0])
         counts = counts_of(ids.view(1, -1), self.shape.num_experts)[0]
@@ -305,16 +341,28 @@ class MixtureOfExperts(nn.Module):
         else:
             source, place, counts = self._slots(ids.view(x.shape[0], -1), self.shape.capacity)
             rows = with_zeros(flat)[source]
-        sent = None if self.exchange is None else self.exchange.send(rows, counts)
-        shared = None if self.shared is None else self.shared(flat)
-        out = self.experts(rows, counts) if self.exchange is None else self.exchange.through(self.experts, sent)
+        return Routed(x, weights, place, (rows, counts) if self.exchange is None else self.exchange.send(rows, counts))
+
+    def _with_shared(self, routed: Routed) -> Routed:
+        return routed if self.shared is None else routed._replace(shared=self.shared(routed.x.flatten(0, -2)))
+
+    def _through_experts(self, routed: Routed) -> Routed:
+        rows = routed.rows
+        if self.exchange is None:
+            return routed._replace(rows=self.experts(*rows))
+        return routed._replace(rows=self.exchange.through(self.experts, rows))
+
+    def _combined(self, routed: Routed) -> Tensor:
+        x, weights = routed.x, routed.weights
+        out = routed.rows if self.exchange is None else self.exchange.results(routed.rows)
         if self.shape.capacity is not None:
             out = with_zeros(out)
-        by_token = out[place].unflatten(0, ids.shape)
+        by_token = out[routed.place].unflatten(0, weights.shape)
         result = torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).squeeze(1).to(x.dtype)
-        if shared is not None:
-            result = result + shared
-        return result.view_as(x)
+        if routed.shared is not None:
+            result = result + routed.shared
+        result = result.view_as(x)
+        return result if self.positions is None else self.positions.whole(result).to(x.dtype)
 
     def _slots(self, ids: Tensor, capacity: float) -> tuple[Tensor, Tensor, Tensor]:
         """Assign a fixed number of slots per expert and sequence, to tokens in order of position.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from trials.attention import (
 )
 from trials.models.built_in import AttentionCore, Llama
 from trials.models.model import TrainModel
-from trials.parallel.mesh import Group, communicate, group_of
+from trials.parallel.mesh import Group, communicate, group_of, sequence_mesh
 from trials.spec import Layout
 
 # Collectives in two halves for code with its own backward pass: start one, compute, wait for its result.
@@ -193,10 +194,20 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, g
 
     Arguments and result are this rank's parts, ``[B, H, S / cp, head_size]``; keys and values may have fewer heads.
     """
+    out = causal_attention(*heads_for_positions(q, k, v, group), expands=plan.expands)
+    return positions_for_heads(out, group)
+
+
+def heads_for_positions(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Sequence[Tensor]:
+    """Exchange parts of all heads for ``1 / group.size`` of the heads at the positions of the whole group."""
     by_rank = [torch.unflatten(t, 1, (group.size, -1)).movedim(1, 0) for t in (q, k, v)]
     num_heads = [t.shape[2] for t in by_rank]
     heads = in_order(communicate("all_to_all", torch.cat(by_rank, dim=2), group))
-    out = causal_attention(*torch.split(heads, num_heads, dim=1), expands=plan.expands)
+    return torch.split(heads, num_heads, dim=1)
+
+
+def positions_for_heads(out: Tensor, group: Group) -> Tensor:
+    """Invert :func:`heads_for_positions` for the output of attention."""
     return communicate("all_to_all", by_holder(out, group.size), group).movedim(0, 1).flatten(1, 2)
 
 
@@ -212,6 +223,21 @@ def by_holder(x: Tensor, cp: int) -> Tensor:
     return torch.stack([early, late.flip(0)], dim=-3).flatten(-3, -2)
 
 
+# Both: neighbours exchange heads, and keys and values rotate between groups of neighbours (Fang and Zhao, arXiv
+# 2405.07719).
+#
+# A group of neighbours holds adjacent pieces from the front and from the back. In order, they are the two larger pieces
+# that a ring of as many ranks as there are groups gives to one of its ranks.
+
+
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, ulysses: Group, ring: Group) -> Tensor:
+    """Compute causal attention by ``H / ulysses.size`` heads at the positions of the ``ulysses`` group to the keys of
+    the whole ``ring``. Arguments and result are those of :func:`ulysses_attention`."""
+    heads = heads_for_positions(q, k, v, ulysses)
+    out = scaled_dot_product_attention(*heads, plan=plan, group=ring, function=RingAttention)
+    return positions_for_heads(out, ulysses)
+
+
 # Splitting of sequences over ranks, and the replacement of a model's attention.
 #
 # A sequence is cut into ``2 cp`` pieces, and rank r holds pieces r and ``2 cp - 1 - r``. Later pieces attend to more
@@ -219,13 +245,16 @@ def by_holder(x: Tensor, cp: int) -> Tensor:
 
 
 def apply_context_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout, plan: AttentionPlan) -> None:
-    """Split the sequences over the context-parallel ``mesh``, in place."""
+    """Split the sequences over the context-parallel ranks of the gang's ``mesh``, in place."""
     assert isinstance(model, Llama), "legality keeps context parallelism to models that have it"
-    group = group_of(mesh)
+    group = group_of(mesh["cp"])
     # One object for all layers, so that they share compiled code.
     core: AttentionCore
     if layout.cp_method == "ulysses":
         core = functools.partial(ulysses_attention, plan=plan, group=group)
+    elif layout.cp_method == "hybrid":
+        ring, ulysses = (group_of(sequence_mesh(mesh)[axis]) for axis in ("ring", "ulysses"))
+        core = functools.partial(hybrid_attention, plan=plan, ulysses=ulysses, ring=ring)
     else:
         function = RingAttention if layout.cp_method == "ring" else GatheredAttention
         core = functools.partial(scaled_dot_product_attention, plan=plan, group=group, function=function)

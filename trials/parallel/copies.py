@@ -12,6 +12,7 @@ from torch.overrides import wrap_torch_function
 
 from trials.attention import AttentionPlan, Back, Merged, Parts
 from trials.models.built_in import AttentionCore, Block, Llama, SubLayer
+from trials.models.experts import MixtureOfExperts
 from trials.parallel.tensor import Boundary
 from trials.spec import Candidate
 
@@ -21,7 +22,7 @@ from trials.spec import Candidate
 
 NUM_STEPS = 7
 """Number of steps of a half within a layer: it is cut in each of its four collectives, and between the two segments of
-both sub-layers."""
+both sub-layers; in a mixture of experts, in both exchanges, and before the shared experts, which hide one."""
 
 
 def apply_copies(model: Llama, candidate: Candidate, plan: AttentionPlan) -> None:
@@ -31,6 +32,8 @@ def apply_copies(model: Llama, candidate: Candidate, plan: AttentionPlan) -> Non
     for layer in model.layers.values():
         assert isinstance(layer, Block)
         assert isinstance(layer.attention.enter, Boundary), "legality requires the local tensor-parallel engine"
+        if isinstance(layer.feed_forward, MixtureOfExperts):
+            layer.feed_forward.router.num_copies = candidate.layout.num_copies
         if candidate.splits_positions:
             layer.schedule = halves_of_positions
             layer.attention.core = functools.partial(half_attention, core=layer.attention.core, plan=plan)
@@ -74,7 +77,9 @@ def _interleaved(first: Iterator[Tensor], second: Iterator[Tensor]) -> tuple[Ten
         first   norm ~ project      attend ~~~~~~~~~~~ add, norm ~~~~~~~~~~ expand ...
         second                 norm ~~~~~~ project            attend ~~~~~~        add, norm ...
 
-    The backward pass runs the steps in reverse, so the same holds for its collectives (:mod:`trials.parallel.mesh`).
+    In a mixture of experts, rows travel to the experts during the other half's attention or shared experts, and back
+    during its experts. The backward pass runs the steps in reverse, so the same holds for its collectives
+    (:mod:`trials.parallel.mesh`).
     """
     ahead = next(first)
     for _ in range(NUM_STEPS - 1):
@@ -94,12 +99,18 @@ def _half(
 
     ``exchange`` takes queries, keys and values, and returns the arguments of attention.
     """
-    assert isinstance(block.feed_forward, SubLayer), "mixtures of experts are not split into copies"
-    sub_layers: tuple[tuple[torch.nn.Module, SubLayer, tuple[Tensor, ...], Any], ...] = (
+    sub_layers: tuple[tuple[torch.nn.Module, SubLayer | MixtureOfExperts, tuple[Tensor, ...], Any], ...] = (
         (block.attention_norm, block.attention, (rope,), exchange),
         (block.feed_forward_norm, block.feed_forward, (), _unchanged),
     )
     for norm, sub_layer, args, exchanged in sub_layers:
+        if isinstance(sub_layer, MixtureOfExperts):
+            routed = norm(h)
+            for piece in ("send", "experts", "shared"):
+                routed = sub_layer(routed, piece=piece)
+                yield h
+            h = h + sub_layer(routed, piece="combine")
+            continue
         enter, leave = sub_layer.enter, sub_layer.leave
         assert isinstance(enter, Boundary) and isinstance(leave, Boundary)
         x = norm(h)

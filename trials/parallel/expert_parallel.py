@@ -20,7 +20,6 @@ from trials.parallel.mesh import (
     Pending,
     ShardMap,
     Splits,
-    communicate,
     expert_mesh,
     finish,
     group_of,
@@ -64,6 +63,14 @@ class Sent:
     """Rows that arrive from each rank for each expert here, ``[ep, E / ep]``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """Results on their way back."""
+
+    pending: Pending
+    splits: Splits
+
+
 class RowExchange:
     """The exchange of a group of ranks with equal numbers of experts; never compiled, because sizes are values."""
 
@@ -81,7 +88,7 @@ class RowExchange:
         return Sent(start("all_to_all", rows, group, splits), splits, arriving)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def through(self, experts: RoutedExperts, sent: Sent) -> Tensor:
+    def through(self, experts: RoutedExperts, sent: Sent) -> Returning:
         """See :class:`trials.models.experts.Exchange`."""
         halves = sent.pending.take()
         assert halves is not None
@@ -90,7 +97,15 @@ class RowExchange:
         expert = numbers.repeat_interleave(sent.counts.flatten(), output_size=rows.shape[0])
         order = expert.argsort(stable=True)
         out: Tensor = experts(rows[order], sent.counts.sum(0))
-        return communicate("all_to_all", out[order.argsort()], self.group, sent.splits[::-1])
+        back = sent.splits[::-1]
+        return Returning(start("all_to_all", out[order.argsort()], self.group, back), back)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def results(self, returning: Returning) -> Tensor:
+        """See :class:`trials.models.experts.Exchange`."""
+        halves = returning.pending.take()
+        assert halves is not None
+        return finish("all_to_all", halves, self.group, returning.splits)
 
 
 def row_splits(_rows: Tensor, leaving: Tensor, arriving: Tensor) -> Splits:

@@ -37,7 +37,7 @@ TOKEN_AXES = (*DATA_AXES, "tp")
 SEQUENCE_AXES = ("cp", "tp")
 """Axes along which ranks route different positions of the same sequences."""
 
-HURRIED_AXES = ("cp", "tp")
+HURRIED_AXES = ("cp", "ring", "ulysses", "tp")
 """Axes whose collectives should overlap kernels launched after or with them."""
 
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
@@ -139,6 +139,8 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
         flat_mesh(mesh, axes)
     if layout.ep > 1:
         setattr(mesh, _EXPERT_MESH, _build_expert_mesh(mesh, layout))
+    if layout.cp_method == "hybrid":
+        setattr(mesh, _SEQUENCE_MESH, _build_sequence_mesh(mesh, layout))
     return mesh
 
 
@@ -154,6 +156,8 @@ def connect(mesh: DeviceMesh | None, layout: Layout, device: torch.device, progr
         groups += [flat_mesh(mesh, axes).get_group() for axes in _flattened(layout)]
         if layout.ep > 1:
             groups += expert_mesh(mesh).get_all_groups()
+        if layout.cp_method == "hybrid":
+            groups += sequence_mesh(mesh).get_all_groups()
     names: list[str] = []
     for group in groups:
         assert group is not None
@@ -239,6 +243,22 @@ def expert_shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if not _present(mesh, ("dp_replicate",)):
         return shards
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+
+
+_SEQUENCE_MESH = "tune_cluster_sequence_mesh"
+"""Attribute of the gang's mesh, for the same reason as ``_EXPERT_MESH``."""
+
+
+def _build_sequence_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    axes = ("ring", "ulysses")
+    sizes = (layout.cp // layout.ulysses_degree, layout.ulysses_degree)
+    return mesh["cp"]._unflatten(0, sizes, axes, **_group_options(axes))
+
+
+def sequence_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of hybrid context parallelism as a mesh ``[ring, ulysses]``: neighbours exchange heads."""
+    found: DeviceMesh = getattr(mesh, _SEQUENCE_MESH)
+    return found
 
 
 def _present(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[str, ...]:

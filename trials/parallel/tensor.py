@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -423,13 +424,33 @@ def apply_plan(model: ImportedModel, mesh: DeviceMesh) -> ShardMap:
     if model.no_tensor_parallel:
         raise InfeasibleSpec(f"tp: {model.no_tensor_parallel}")
     partial: set[str] = set()
+    in_layers = {one for layer in model.layers.values() for one in layer.modules()}
     for path, module, name in matches(model.module, model.tensor_parallel):
         if name == SUM_GRADIENTS:
             partial |= {f"module.{path}.{parameter}" for parameter, _ in module.named_parameters()}
         else:
             # Every rank has the whole weights, so none must be sent.
             parallelize_module(module, mesh, style_of(name, module), src_data_rank=None)
+            if module not in in_layers:
+                module.register_forward_hook(_arrived)
     return ShardMap(partial=frozenset(partial))
+
+
+def _arrived(_module: nn.Module, _args: Any, outputs: Any) -> Any:
+    """Wait for outputs in flight: as inputs of a compiled layer, they lose the node that makes their gradients DTensors
+    again."""
+    return _Arrived.apply(outputs) if isinstance(outputs, AsyncCollectiveTensor) else outputs  # type: ignore[no-untyped-call]
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        whole: Tensor = x.wait()
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def style_of(name: str, module: nn.Module) -> ParallelStyle:

@@ -822,6 +822,6 @@ def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: 
 def _choose_attention(model: Llama, layout: Layout, mesh: DeviceMesh | None, plan: AttentionPlan) -> None:
     if layout.cp > 1:
         assert mesh is not None
-        apply_context_parallel(model, mesh["cp"], layout, plan)
+        apply_context_parallel(model, mesh, layout, plan)
     elif plan.expands:
         model.attend_by(functools.partial(causal_attention, expands=True))

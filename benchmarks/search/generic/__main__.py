@@ -1,4 +1,4 @@
-"""Guided search beside TPE and random on ten made programs without a cost model of their own.
+"""Guided search, TPE and random search on ten synthetic programs without a cost model.
 
     OMP_NUM_THREADS=1 python -m benchmarks.search.generic --seeds 10
 

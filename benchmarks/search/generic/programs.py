@@ -1,8 +1,8 @@
-"""Ten made training programs: their candidates, and what each would take on a machine that nobody told the search of.
+"""Ten synthetic training programs: their candidates, and the time of each on a machine that is hidden from the search.
 
 The truth is written for itself and shares nothing with what the search believes: kernels that run in waves of tiles,
 element-wise work by bytes, a host that launches ahead, a loader whose workers share cores and a disk, a fixed number of
-bytes in flight; constants are drawn again for every seed, effects of pairs of knobs besides.
+bytes in flight; constants are drawn again for every seed, and so are effects of pairs of knobs.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ def make_program(
 
 
 def _pairs(v: Values, seed: str) -> float:
-    told = [f"{name}={value}" for name, value in sorted(v.items()) if name != "number"]
+    settings = [f"{name}={value}" for name, value in sorted(v.items()) if name != "number"]
     return sum(
-        random.Random(f"{seed}/{one}/{two}").gauss(0.0, PAIR_STD) for one, two in itertools.combinations(told, 2)
+        random.Random(f"{seed}/{one}/{two}").gauss(0.0, PAIR_STD) for one, two in itertools.combinations(settings, 2)
     )
 
 
@@ -257,7 +257,7 @@ _GPU_IMAGES = Machine(
 
 
 def resnet_compute(seed: int) -> Program:
-    """ResNet on one accelerator beside many cores: computing counts."""
+    """ResNet on one accelerator with many cores: computing counts."""
     machine = replace(_GPU_IMAGES, read_s=1.5e-3)
     base = {"micro_batch_size": 64, "precision": "O0", "channels_last": False, "workers": 4, "benchmark": False}
     return make_program(
@@ -267,7 +267,7 @@ def resnet_compute(seed: int) -> Program:
 
 
 def resnet_loader(seed: int) -> Program:
-    """The same beside few cores and a slow disk: reading counts, and more than ten workers hurt."""
+    """The same with few cores and a slow disk: reading counts, and more than ten workers hurt."""
     machine = replace(_GPU_IMAGES, cores=10, disk_s=5e-4)
     base = {"micro_batch_size": 64, "precision": "O1", "channels_last": False, "workers": 2, "benchmark": False}
     return make_program(
@@ -371,7 +371,7 @@ def script_text(seed: int) -> Program:
 
 
 def script_own(seed: int) -> Program:
-    """A script whose arguments nobody knows: numbers with an optimum between, names, and some without effect."""
+    """A script with unknown arguments: numbers with an optimum between, names, and some without effect."""
     rng = random.Random(f"own/{seed}")
     impl = {"loop": 1.12, "foreach": 1.0, "fused": 0.93}
     engine = dict(zip("abcd", (math.exp(rng.gauss(0.0, 0.15)) for _ in range(4)), strict=True))

@@ -1,4 +1,4 @@
-"""One sweep over a made program by one of the product's samplers, told what a cluster would tell."""
+"""One sweep over a synthetic program by one of the product's samplers, with the facts that a cluster would report."""
 
 from __future__ import annotations
 

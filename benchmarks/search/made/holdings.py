@@ -1,6 +1,6 @@
 """The truth of memory: what software holds, by planted structures that are written here and nowhere in the product.
 
-A structure changes what is held in a way that real software does or has done; the search is told none of it. Each
+A structure changes what is held in a way that real software does or has done; the search does not know of it. Each
 docstring names software that behaves so. They share the product's sums of weights and activations
 (``cluster.cost.peak_memory``), because a truth has to be about right; what they change they count on their own.
 """
@@ -52,7 +52,7 @@ def _nothing(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
 
 
 def _fp32_gradients(x: CostInputs) -> CostInputs:
-    """Gradients in fp32 beside 16-bit weights (Megatron-LM's main gradients)."""
+    """Gradients in fp32 in addition to 16-bit weights (Megatron-LM's main gradients)."""
     return replace(x, gradient_bytes=np.full(len(x), 4.0), keeps_gradients=np.ones(len(x)))
 
 
@@ -182,6 +182,6 @@ STRUCTURES: Mapping[str, Structure] = {
     "fp32-residual": _fp32_residual,
     "update-copies": _update_copies,
 }
-"""Structures that hold something besides."""
+"""Structures that hold something in addition."""
 SEALED = ("fp32-residual", "update-copies")
 """Structures of the reported half alone: what the search assumes was not chosen with them at hand."""

@@ -14,7 +14,7 @@ from orchestrator.space.rules import Pruner
 
 
 class MadeKnowledge:
-    """The product's predictor on a made problem, told of it what a sweep is told, and of trials what those report."""
+    """The product's predictor on a made problem, which knows what a sweep knows, and of trials what they report."""
 
     def __init__(self, problem: MadeProblem) -> None:
         self._problem = problem
@@ -32,7 +32,7 @@ class MadeKnowledge:
         return self._predictor.posterior({})
 
     def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen:
-        """``times_s`` and what else those trials told, and the candidates that ``oom`` rules out."""
+        """``times_s``, what else those trials reported, and the candidates that ``oom`` rules out."""
         problem = self._problem
         peaks = problem.measured_bytes / problem.limit_bytes
         ruled_out = frozenset().union(*(self._rules_out(row) for row in oom)) - times_s.keys() - oom

@@ -107,7 +107,7 @@ def _dear_recompute(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Te
 
 
 def _batch_appetite(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
-    """Kernels that want larger or smaller micro-batches than is said of them."""
+    """Kernels that need larger or smaller micro-batches than specified."""
     factor = x.micro_batch_size ** float(rng.uniform(-0.06, 0.04))
     for name in ("forward", "backward", "recompute"):
         terms[name] = terms[name] * factor

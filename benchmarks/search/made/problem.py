@@ -114,7 +114,7 @@ class MadeProblem:
 
     @property
     def cluster(self) -> ClusterDescription:
-        """The cluster as the product is told of it, with the memory that trials may use."""
+        """The cluster as the product knows it, with the memory that trials may use."""
         return describe_topology(self.setup.topology(self.limit_bytes))
 
     @functools.cached_property

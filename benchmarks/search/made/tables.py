@@ -1,4 +1,4 @@
-"""The report of made problems: figures per family and over all, the goals beside them."""
+"""The report of made problems: figures per family and overall, with the goals."""
 
 from __future__ import annotations
 

@@ -115,6 +115,10 @@ def test_memory_moves_the_right_way(term, less, more):
     assert terms[0] < terms[1]
 
 
+HYBRID = {"cp": 16, "seq_length": 2**14, "cp_method": 3, "ulysses_degree": 8, "domain_size": 8}
+"""Heads exchanged inside domains, keys and values passed between two."""
+
+
 def heads(number, size, **changes):
     """Heads that are as wide together as others with the same product."""
     return {"num_heads": number, "num_kv_heads": number, "head_dim": size, **changes}
@@ -139,6 +143,9 @@ def heads(number, size, **changes):
         ),
         ("context_parallel", {"cp": 4, "seq_length": 2**14}, {"cp": 4, "seq_length": 2**14, "cp_method": 0}),
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
+        ("context_parallel", HYBRID, {**HYBRID, "ulysses_degree": 4}),
+        ("context_parallel", HYBRID, {**HYBRID, "cp_method": 2}),
+        ("context_parallel", HYBRID, {**HYBRID, "cp_method": 1}),
         ("forward", heads(33, 128, flash=0), heads(32, 132, flash=0)),
         ("forward", heads(48, 96), heads(64, 72)),
         ("forward", {}, {"loose_norms": 1}),
@@ -330,6 +337,16 @@ def test_spreading_experts_saves_memory_and_costs_communication():
     assert whole[2]["expert_parallel"][0] == 0 < spread[2]["expert_parallel"][0]
     recomputed = figures(**MIXTRAL, ep=8, recompute="full")
     assert recomputed[2]["expert_parallel"][0] == pytest.approx(1.5 * spread[2]["expert_parallel"][0])
+
+
+def test_copies_hide_the_exchange_of_experts_all_of_it_behind_shared_ones():
+    layout = {**MIXTRAL, "ep": 8, "tp": 2, "whole_experts": 1, "sequence_parallel": 1}
+    alone, copies, shared = (
+        figures(**layout, **changes)[2]["expert_parallel"][0]
+        for changes in ({}, {"num_copies": 2}, {"num_copies": 2, "shared_ffn": 4096})
+    )
+    assert alone / 4 < copies < alone
+    assert shared < alone / 4
 
 
 def test_optimiser_states_of_experts_are_shared_by_those_who_hold_the_same():

@@ -5,13 +5,18 @@ import os
 import shlex
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from cluster.queue import Claim, HostAdmission, QueuePolicy
+from orchestrator import process_support
 from orchestrator.cli.main import main
+from orchestrator.commands.detection import Detector
 from orchestrator.draft.command_draft import draft_script, read_command
 from orchestrator.draft.machine import machine_here
 from orchestrator.draft.observed import (
@@ -115,6 +120,19 @@ def test_a_draft_has_the_true_batch_and_the_options_that_act(folder, name):
     if name == "moe":
         assert (written["baseline"]["ep"], written["space"]["ep"]) == (1, [1, 2])
         assert (seen["experts"], seen["experts_per_token"], seen["tokens_per_expert"]) == (4, 2, 64.0)
+
+
+def test_waiting_for_devices_uses_up_no_run_time(folder):
+    script = read_command(take_apart(["python", "keys.py"], folder), folder, recipe=None, is_gpu=False, ranks=1)
+    other = HostAdmission(process_support.host_queue(folder), QueuePolicy(), devices_per_node=1)
+    other.beat(Claim(sweep="other", user="u", held=1))
+    (folder / "runs").mkdir()
+    heard, begun_s = [], time.monotonic()
+    detector = Detector(script, machine_here(1), folder / "runs", heard.append)
+    threading.Timer(4.0, other.leave).start()
+    detector.observe(Filled(argv=tuple(script.command.argv), env={}, files={}), 100)
+    assert heard[0].startswith("waits for devices held by sweep other")
+    assert 0 < detector.spent_s < time.monotonic() - begun_s - 3
 
 
 def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):

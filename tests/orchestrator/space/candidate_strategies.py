@@ -54,7 +54,8 @@ def random_candidate(rng, *, fitting=False):
         sequence_parallel=rng.random() < 0.5,
         tp_engine=rng.choice(["dtensor", "local"]),
         num_copies=rng.choice([1, 1, 2]),
-        cp_method=rng.choice(["all_gather", "ulysses", "ring"]),
+        cp_method=rng.choice(["all_gather", "ulysses", "ring", "hybrid"]),
+        ulysses_degree=rng.choice([1, 2]),
         schedule=schedule,
         num_virtual_stages=chunks,
         stage_layers=(split(rng, chunks, pp) if good else counts(rng, chunks, pp, low=-1))
@@ -151,7 +152,7 @@ LLAMAS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st
         num_layers=NUM_LAYERS,
         ffn_hidden_size=drawn[2] * 8,
         vocab_size=256 + drawn[2],
-        experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=16) if drawn[2] % 3 == 0 else None,
+        experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.1) if drawn[2] % 3 == 0 else None,
         latent=LATENT if drawn[1] == 1 and drawn[2] % 2 == 0 else None,
     )
 )

