@@ -262,29 +262,16 @@ def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
     layout, model = candidate.layout, workload.model
     if layout.ep == 1:
         return None
-    if isinstance(model, ScriptModel):
-        return _expert_parallel_of_script(layout, model.shape)
-    experts = model.experts if isinstance(model, LlamaModel) else None
-    if experts is None:
+    shape = model.shape if isinstance(model, ScriptModel) else model
+    experts = shape.experts if isinstance(shape, LlamaModel) else None
+    if experts is None and shape is not None:
         return f"ep {layout.ep} requires a model with experts"
-    if experts.num_experts % layout.ep:
+    if experts is not None and experts.num_experts % layout.ep:
         return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
-    axis = "dp_shard" if layout.zero_stage else "dp_replicate"
+    axis = "dp" if isinstance(model, ScriptModel) else "dp_shard" if layout.zero_stage else "dp_replicate"
     if getattr(layout, axis) * layout.cp * layout.tp % layout.ep:
         return f"{axis} {getattr(layout, axis)} x cp {layout.cp} x tp {layout.tp} is not divisible by ep {layout.ep}"
     return None
-
-
-def _expert_parallel_of_script(layout: Layout, shape: LlamaModel | None) -> str | None:
-    ranks = layout.dp * layout.cp * layout.tp
-    if ranks % layout.ep:
-        return f"the {ranks} ranks that hold the same layers are not divisible by ep {layout.ep}"
-    if shape is None:
-        return None
-    if shape.experts is None:
-        return f"ep {layout.ep} requires a model with experts"
-    num_experts = shape.experts.num_experts
-    return f"num_experts {num_experts} is not divisible by ep {layout.ep}" if num_experts % layout.ep else None
 
 
 def has_experts(model: Model) -> bool:
