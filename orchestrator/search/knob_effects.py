@@ -167,10 +167,11 @@ def _spots(values: Sequence[Scalar]) -> Array:
 
 def _effect_of(spots: Array) -> Array:
     """Return features with weights of standard deviation 1, for an effect of that size at each of the spots."""
-    squares = ((spots[:, None, :] - spots[None, :, :]) ** 2).sum(-1)
-    scale = SMOOTHNESS if spots.shape[1] == 1 and len(spots) > 2 else 0.3
+    is_line = spots.shape[1] == 1
+    squares = (spots - spots.T) ** 2 if is_line else 2 * spots.max() ** 2 * (1 - np.eye(len(spots)))
+    scale = SMOOTHNESS if is_line and len(spots) > 2 else 0.3
     values, vectors = np.linalg.eigh(np.exp(-0.5 * squares / scale**2))
-    num = min(MAX_LEVELS if spots.shape[1] == 1 else len(spots), len(spots))
+    num = min(MAX_LEVELS if is_line else len(spots), len(spots))
     return np.asarray((vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1][:, :num])
 
 
