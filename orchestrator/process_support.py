@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import getpass
 import os
 import shlex
@@ -104,6 +105,18 @@ def pause_s(num_failures: int, *, first_s: float, last_s: float) -> float:
 
 REPEATED_S = 2.0
 """Copies of a signal within this time count as one."""
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause the garbage collector in the context. It would search millions of objects again and again that stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -152,6 +152,10 @@ def from_json(cls: type[T] | Any, data: Any, path: str = "$") -> T:
         CodecError: for an unknown or missing key, an unknown ``kind`` or a value of the wrong type.
     """
     try:
+        return typing.cast(T, _quick_decoder(typing.cast(Any, cls))(data))
+    except (_MismatchError, KeyError, TypeError):  # decode it again, to find the bad part
+        pass
+    try:
         return typing.cast(T, _decoder(typing.cast(Any, cls))(data))
     except _MismatchError as wrong:
         raise CodecError("; ".join(f"{path}{part}: {message}" for part, message in wrong.found)) from None
@@ -303,6 +307,89 @@ def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode
     except _MismatchError as wrong:
         raise wrong.below(f".{key}") from None
     return decoded
+
+
+# The same several times as fast, for ledgers with millions of values. A value accepted here has the same result as
+# above; errors only say that it needs to be decoded as above.
+
+
+@functools.cache
+def _quick_decoder(cls: Any) -> _Decode:
+    """Return a faster function for values that :func:`_decoder` accepts. For others, it may raise
+    :class:`_MismatchError`, ``KeyError`` or ``TypeError``."""
+    origin, args = typing.get_origin(cls), typing.get_args(cls)
+    if origin in (Union, types.UnionType):
+        return _quick_union_decoder(cls, args)
+    if origin is tuple:
+        return _quick_tuple_decoder(cls, args[0])
+    if dataclasses.is_dataclass(cls):
+        return _quick_dataclass_decoder(cls)
+    return _decoder(cls)
+
+
+def _quick_union_decoder(cls: Any, members: tuple[Any, ...]) -> _Decode:
+    """Return a function that finds the member by its kind, or knows the only one, which has none; else that of
+    :func:`_decoder`."""
+    present = [member for member in members if member is not type(None)]
+    kinds = [getattr(member, "kind", None) for member in present]
+    if kinds == [None]:
+        decode_member = _quick_decoder(present[0])
+        return lambda data: None if data is None else decode_member(data)
+    if len(set(kinds)) < len(kinds) or not all(isinstance(kind, str) for kind in kinds):
+        return _decoder(cls)
+    of_kind = {kind: _quick_decoder(member) for kind, member in zip(kinds, present, strict=True)}
+    if len(present) == len(members):
+        return lambda data: of_kind[data["kind"]](data)
+    return lambda data: None if data is None else of_kind[data["kind"]](data)
+
+
+def _quick_tuple_decoder(cls: Any, item: Any) -> _Decode:
+    if item in (int, float, str, bool):
+        whole, decode_all = {item}, _decoder(cls)
+        return lambda data: (
+            tuple(data) if data.__class__ is list and whole.issuperset(map(type, data)) else decode_all(data)
+        )
+    decode_item = _quick_decoder(item)
+    decode_all = _decoder(cls)
+    return lambda data: (*map(decode_item, data),) if data.__class__ is list else decode_all(data)
+
+
+def _quick_dataclass_decoder(cls: Any) -> _Decode:
+    """Return a function that is written on its first use: a class may contain itself, or name later classes."""
+    written = functools.cache(lambda: _written_decoder(cls))
+    return lambda data: written()(data)
+
+
+def _written_decoder(cls: Any) -> _Decode:
+    """Return a function written for this dataclass, without loops over its fields."""
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
+    names: dict[str, Any] = {"cls": cls, "missing": dataclasses.MISSING, "mismatch": _MismatchError}
+    lines = ["def decode(data):", " if data.__class__ is not dict: raise mismatch", " num = len(data)"]
+    for i, field in enumerate(fields):
+        value, hint = f"v{i}", hints[field.name]
+        names[f"decode{i}"] = _quick_decoder(hint)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            lines.append(f" {value} = data[{field.name!r}]")
+            indent = " "
+        else:
+            has_factory = field.default_factory is not dataclasses.MISSING
+            names[f"default{i}"] = field.default_factory if has_factory else field.default
+            lines += [f" {value} = data.get({field.name!r}, missing)", f" if {value} is missing:"]
+            lines += [f"  {value} = default{i}{'()' if has_factory else ''}", "  num += 1", " else:"]
+            indent = "  "
+        if hint in (int, float, str, bool):
+            lines.append(f"{indent}if {value}.__class__ is not {hint.__name__}: {value} = decode{i}({value})")
+        elif typing.get_origin(hint) is Literal and all(isinstance(word, str) for word in typing.get_args(hint)):
+            names[f"words{i}"] = frozenset(typing.get_args(hint))
+            lines.append(f"{indent}if {value} not in words{i}: {value} = decode{i}({value})")
+        else:
+            lines.append(f"{indent}{value} = decode{i}({value})")
+    kind = "" if any(field.name == "kind" for field in fields) else " + ('kind' in data)"
+    lines.append(f" if num != {len(fields)}{kind}: raise mismatch")
+    lines.append(f" return cls({', '.join(f'{field.name}=v{i}' for i, field in enumerate(fields))})")
+    exec("\n".join(lines), names)  # from the names of fields alone
+    decode: _Decode = names["decode"]
+    return decode
 
 
 @functools.cache

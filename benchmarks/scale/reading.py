@@ -94,10 +94,10 @@ def fill(home: Home, name: str, num_trials: int, *, seed: int = 0, copied: bool 
         return ledger.path, copying_s
 
 
-def timed(*arguments: str) -> dict[str, float]:
+def timed(*arguments: str, repeats: int = REPEATS) -> dict[str, float]:
     """Least wall-clock and CPU seconds of the command, over some repetitions, and its largest resident memory."""
     walls, cpus, peaks = [], [], []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began_s = time.perf_counter()
         command = [sys.executable, "-m", "orchestrator", *arguments]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:

@@ -42,6 +42,7 @@ from orchestrator.controller.step import (
     step,
 )
 from orchestrator.planning.predictions import expected_step_s
+from orchestrator.process_support import without_collection
 from orchestrator.program.candidate_command import RUNNER, script_command
 from orchestrator.program.user_program import Script
 from orchestrator.proof import confirmation
@@ -452,6 +453,7 @@ class _Running:
 
     trial: int
     placement: Placement
+    nodes: tuple[str, ...]
     progress: list[GangProgress] = field(default_factory=list)
 
 
@@ -516,7 +518,8 @@ class Runtime:
         self._full_since_s: float | None = None
         self._is_ending = False
         self._evaluator = Evaluator(ledger.folder / "evaluations")
-        self._state = fold(ledger.events())
+        with without_collection():
+            self._state = fold(ledger.events())
         self._clock = clock or SteadyClock(self._state.now_s)
         self._commands: tuple[Command, ...] = ()
 
@@ -570,7 +573,7 @@ class Runtime:
     def _maintain(self) -> None:
         """Process requests, adjust the lease, and update its nodes."""
         self._read_requests()
-        busy = {node for running in self._running.values() for node in running.placement.nodes}
+        busy = {node for running in self._running.values() for node in running.nodes}
         self._lease.renew(busy)
         if self._lease.is_overdue:
             self._kill_on(self._lease.leaving, "preempted: another sweep needs the node")
@@ -586,7 +589,7 @@ class Runtime:
 
     def _kill_on(self, nodes: frozenset[str], reason: str) -> None:
         for attempt, running in self._running.items():
-            if not nodes.isdisjoint(running.placement.nodes):
+            if not nodes.isdisjoint(running.nodes):
                 self._kill(attempt, reason, "preempted")
 
     def _kill(self, attempt: str, reason: str, cause: LossCause) -> bool:
@@ -666,7 +669,7 @@ class Runtime:
                 num_devices=len(placement.reserved),
             )
         )
-        self._running[name] = _Running(trial.number, placement)
+        self._running[name] = _Running(trial.number, placement, placement.nodes)
         self._placer.take(trial.number, placement, launchable(self._state))
         self._cluster.launch(launch)
 

@@ -170,7 +170,10 @@ def expected_step_s(workload: Workload, candidate: Candidate, topology: Topology
         x = inputs_of([(workload, candidate)], describe_topology(topology))
     except (CatalogueError, ValueError):
         return None
-    return float(cost_model().estimate(x).step_s[0])
+    return float(_published_model().estimate(x).step_s[0])
+
+
+_published_model = functools.cache(cost_model)
 
 
 def _second_starts_s(predictor: Predictor, rows: Sequence[int]) -> float:

@@ -52,6 +52,7 @@ from orchestrator.sweep.state import (
     rank_fastest,
     spent_budget,
     spent_by_search,
+    updated,
 )
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
@@ -76,17 +77,17 @@ def apply(state: SweepState, event: Event) -> SweepState:
         return _apply_request(state, event)
     match event:
         case SweepCreated():
-            return replace(state, created=event)
+            return updated(state, created=event)
         case ControllerStarted():
             return _apply_started(state, event)
         case Promoted():
-            return replace(state, promotions=(*state.promotions, event))
+            return updated(state, promotions=(*state.promotions, event))
         case LeaseChanged():
-            return replace(state, nodes=event.nodes)
+            return updated(state, nodes=event.nodes)
         case CandidatesPruned():
-            return replace(state, pruned=state.pruned.append(event))
+            return updated(state, pruned=state.pruned.append(event))
         case SearchExhausted():
-            return replace(state, exhausted=event.reason)
+            return updated(state, exhausted=event.reason)
         case SweepPaused() | SweepFinished():
             return _apply_end(state, event)
         case Tick():
@@ -110,7 +111,7 @@ def _apply_to_trial(state: SweepState, event: TrialEvent) -> SweepState:
 
 
 def _apply_request(state: SweepState, event: RequestEvent) -> SweepState:
-    state = replace(state, num_requests=max(state.num_requests, event.request))
+    state = updated(state, num_requests=max(state.num_requests, event.request))
     match event:
         case ActionRequested():
             return _apply_action(state, event)
@@ -137,16 +138,16 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 cause=event.cause,
                 is_requested=bool(state.to_confirm),
             )
-            return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
+            return updated(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
         case EvaluationEnded():
             assert state.proof is not None, "an evaluation belongs to a proof"
             evaluations = (*state.proof.evaluations, event.evaluation)
-            return replace(state, proof=replace(state.proof, evaluations=evaluations))
+            return updated(state, proof=replace(state.proof, evaluations=evaluations))
         case FinalistsDisqualified():
             return _apply_disqualified(state, event)
         case VerdictReached():
             assert state.proof is not None, "a verdict belongs to a proof"
-            ended = replace(state, proof=replace(state.proof, verdict=event.verdict))
+            ended = updated(state, proof=replace(state.proof, verdict=event.verdict))
             return _with_disqualified(ended, event.verdict)
         case _:
             assert_never(event)
@@ -157,7 +158,7 @@ def _apply_disqualified(state: SweepState, event: FinalistsDisqualified) -> Swee
     assert state.proof is not None, "finalists belong to a proof"
     again = tuple(number for number in event.reopened if is_retriable(state, number))
     kept = Vector(number for number in state.end_order if number not in again) if again else state.end_order
-    reopened = replace(
+    reopened = updated(
         state,
         proof=None,
         set_aside=(*state.set_aside, replace(state.proof, verdict=event.verdict, end_check=len(state.trials))),
@@ -182,21 +183,21 @@ def _with_disqualified(state: SweepState, verdict: Verdict) -> SweepState:
         if trial.measurement is not None and trial.number not in (*out, *left_out)
     )
     fastest = rank_fastest(counting, state.objective)
-    return replace(state, disqualified=tuple(out.values()), left_out=left_out, fastest=fastest)
+    return updated(state, disqualified=tuple(out.values()), left_out=left_out, fastest=fastest)
 
 
 def _advance_clock(state: SweepState, event: Event) -> SweepState:
     """Advance the time. Time without a controller or nodes does not count as active."""
     is_idle = isinstance(event, ControllerStarted | SweepCreated) or state.nodes == () or state.status != "running"
     elapsed = 0.0 if is_idle else max(0.0, event.at_s - state.now_s)
-    return replace(state, now_s=event.at_s, active_s=state.active_s + elapsed)
+    return updated(state, now_s=event.at_s, active_s=state.active_s + elapsed)
 
 
 def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
     """Resume a paused sweep: starting a controller overrides earlier requests. A cancellation remains, so that it is
     not undone by accident."""
     status: SweepStatus = "running" if state.status == "paused" else state.status
-    return replace(
+    return updated(
         state,
         epoch=event.epoch,
         status=status,
@@ -211,13 +212,13 @@ def _apply_action(state: SweepState, event: ActionRequested) -> SweepState:
     """Record the request. Nothing overrides a cancellation."""
     if state.is_over or state.requested_action == "cancel":
         return state
-    return replace(state, requested_action=event.action, requested_by=event.by)
+    return updated(state, requested_action=event.action, requested_by=event.by)
 
 
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
     status: SweepStatus = "paused" if isinstance(event, SweepPaused) else event.status
     cause = event.cause if isinstance(event, SweepFinished) else None
-    return replace(
+    return updated(
         state,
         status=status,
         finish_reason=event.reason,
@@ -233,7 +234,7 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
     again = tuple(number for number in event.trials if is_retriable(state, number))
     if not again or state.status == "cancelled" or spent_by_search(state):
         return state
-    return replace(
+    return updated(
         _opened(state),
         proof=None,  # these trials may now be faster than the finalists
         set_aside=(),
@@ -254,7 +255,7 @@ def _without_proof(state: SweepState) -> tuple[int, ...]:
 def _apply_checks_requested(state: SweepState, event: ChecksRequested) -> SweepState:
     if state.status in ("cancelled", "failed"):
         return state
-    return replace(
+    return updated(
         _opened(state),
         to_confirm=tuple(dict.fromkeys((*state.to_confirm, *event.confirm))),
         to_profile=tuple(dict.fromkeys((*state.to_profile, *event.profile))),
@@ -266,28 +267,28 @@ def _apply_budget(state: SweepState, event: BudgetChanged) -> SweepState:
     proof. If it cut the proof short, the proof continues."""
     if state.status == "cancelled":
         return state
-    changed = replace(state, created=replace(state.sweep, budget=event.budget))
+    changed = updated(state, created=replace(state.sweep, budget=event.budget))
     if state.status == "failed":
         return changed
     cause = state.finish_cause if state.proof is None else state.proof.cause
-    searching = replace(changed, proof=None, waiting=_without_proof(changed))
+    searching = updated(changed, proof=None, waiting=_without_proof(changed))
     if cause is not None and cause.is_limit and not end_of_search(searching):
         return _opened(searching)
     if state.proof is not None and _is_cut_short(state, state.proof) and not spent_budget(changed):
-        return _opened(replace(changed, proof=replace(state.proof, verdict=None)))
+        return _opened(updated(changed, proof=replace(state.proof, verdict=None)))
     return changed
 
 
 def _apply_annotated(state: SweepState, event: Annotated) -> SweepState:
     if event.trial is None:
-        return replace(state, note=_changed_note(state.note, event))
+        return updated(state, note=_changed_note(state.note, event))
     if not 0 <= event.trial < len(state.trials):
         return state
     trial = state.trials[event.trial]
     trial = replace(trial, note=_changed_note(trial.note, event))
     others = tuple(number for number in state.noted if number != trial.number)
     noted = others if trial.note is None else tuple(sorted((*others, trial.number)))
-    return replace(state, trials=state.trials.with_item(trial.number, trial), noted=noted)
+    return updated(state, trials=state.trials.with_item(trial.number, trial), noted=noted)
 
 
 def _changed_note(note: UserNote | None, event: Annotated) -> UserNote | None:
@@ -308,7 +309,7 @@ def _opened(state: SweepState) -> SweepState:
     """Reopen a sweep that is over."""
     if not state.is_over:
         return state
-    return replace(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
+    return updated(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
 
 
 def is_retriable(state: SweepState, number: int) -> bool:
@@ -329,13 +330,13 @@ def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
         num_ended=len(state.end_order),
         check=event.check,
     )
-    state = replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
+    state = updated(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
     if event.check is None:
         num_proposed = state.num_by_status.get(trial.status, 0) + 1
-        return replace(state, num_by_status={**state.num_by_status, trial.status: num_proposed})
+        return updated(state, num_by_status={**state.num_by_status, trial.status: num_proposed})
     profiled = event.check.of if isinstance(event.check, ProfileRun) else None
     to_profile = tuple(number for number in state.to_profile if number != profiled)
-    return replace(state, check_numbers=state.check_numbers.append(trial.number), to_profile=to_profile)
+    return updated(state, check_numbers=state.check_numbers.append(trial.number), to_profile=to_profile)
 
 
 def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
@@ -344,8 +345,8 @@ def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
     trial = replace(before, attempts=(*before.attempts, attempt))
     state = _with_trial(state, before, trial)
     if isinstance(before.outcome, StoppedEarly):  # its savings are now spent
-        state = replace(state, saved_device_seconds=_saved_device_seconds(state))
-    return replace(
+        state = updated(state, saved_device_seconds=_saved_device_seconds(state))
+    return updated(
         state,
         waiting=tuple(number for number in state.waiting if number != trial.number),
         running=state.running | {trial.number},
@@ -357,7 +358,7 @@ def _apply_stopped(state: SweepState, event: AttemptStopped) -> SweepState:
     if not trial.is_running or trial.attempts[-1].token != event.token:
         return state
     stopped = replace(trial.attempts[-1], stopped=event.outcome)
-    return replace(
+    return updated(
         state, trials=state.trials.with_item(trial.number, replace(trial, attempts=(*trial.attempts[:-1], stopped)))
     )
 
@@ -371,14 +372,14 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     goes_again = _is_launched_again(state, trial, event.outcome)
     is_learned = trial.check is None and not goes_again and not _is_lost(event.outcome)
     state = _note_outcome(_with_trial(state, before, trial), trial, event.outcome)
-    state = replace(
+    state = updated(
         _strike(state, trial, event.outcome),
         device_seconds=state.device_seconds + event.device_seconds,
         end_order=state.end_order.append(trial.number) if is_learned else state.end_order,
         running=state.running - {trial.number},
     )
     if goes_again:
-        return replace(state, waiting=tuple(sorted((*state.waiting, trial.number))))
+        return updated(state, waiting=tuple(sorted((*state.waiting, trial.number))))
     return _rank(state, trial)
 
 
@@ -386,10 +387,10 @@ def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
     """Replace ``before`` by ``trial``, which has the same number."""
     trials = state.trials.with_item(trial.number, trial)
     if trial.check is not None or trial.status == before.status:
-        return replace(state, trials=trials)
+        return updated(state, trials=trials)
     counts = {**state.num_by_status, before.status: state.num_by_status[before.status] - 1}
     counts[trial.status] = counts.get(trial.status, 0) + 1
-    return replace(state, trials=trials, num_by_status=counts)
+    return updated(state, trials=trials, num_by_status=counts)
 
 
 def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
@@ -398,7 +399,7 @@ def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepSta
         return _note_disturbance(state, trial.number, outcome.measurement)
     failure = (trial.number, len(trial.attempts) - 1)
     saved = outcome.saved_device_seconds if isinstance(outcome, StoppedEarly) and trial.check is None else 0.0
-    return replace(
+    return updated(
         state,
         last_failures=(failure, *state.last_failures)[:MAX_FAILURES],
         saved_device_seconds=state.saved_device_seconds + saved,
@@ -411,7 +412,7 @@ def _note_disturbance(state: SweepState, number: int, measurement: Measurement) 
         return state
     before = None if state.most_disturbed is None else state.trials[state.most_disturbed].measurement
     is_most = before is None or before.disturbed_by is None or worst.severity > before.disturbed_by.severity
-    return replace(
+    return updated(
         state,
         disturbed=state.disturbed.append(number),
         most_disturbed=number if is_most else state.most_disturbed,
@@ -440,13 +441,13 @@ def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
     if isinstance(outcome, Measured):
         cleared = state.strikes.keys() & {device.node for device in trial.attempts[-1].ranks}
         left = {node: count for node, count in state.strikes.items() if node not in cleared}
-        return replace(state, strikes=left) if cleared else state
+        return updated(state, strikes=left) if cleared else state
     node = blamed_node(outcome)
     if node is None:
         return state
     count = state.strikes.get(node, 0) + 1
     is_out = count >= state.sweep.budget.strikes_per_node
-    return replace(
+    return updated(
         state,
         strikes={**state.strikes, node: count},
         quarantined=state.quarantined | {node} if is_out else state.quarantined,
@@ -471,4 +472,4 @@ def _rank(state: SweepState, trial: Trial) -> SweepState:
         return state
     ranked = rank(trial.number, trial.measurement, state.objective)
     fastest = sorted((*state.fastest, ranked), key=lambda one: one.key)
-    return replace(state, fastest=tuple(fastest[:MAX_FASTEST]))
+    return updated(state, fastest=tuple(fastest[:MAX_FASTEST]))

@@ -174,10 +174,11 @@ def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
         LedgerError: it cannot be read.
     """
     is_held = ledger.is_held()  # before the events: a controller that exits now has written its last one
-    seq, state = (since.last_seq, since.state) if since else checkpoint.read(ledger)
-    entries = list(ledger.entries(seq))
-    news = tuple(entry.event for entry in entries)
-    state = reduce(apply, news, state)
+    with process_support.without_collection():
+        seq, state = (since.last_seq, since.state) if since else checkpoint.read(ledger)
+        entries = list(ledger.entries(seq))
+        news = tuple(entry.event for entry in entries)
+        state = reduce(apply, news, state)
     spec = ledger.document(SPEC)
     cluster = (spec or {}).get("cluster", {})
     tracking = Tracking.read(ledger)

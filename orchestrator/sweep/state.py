@@ -346,7 +346,7 @@ MAX_FAILURES, MAX_FASTEST = 5, 12
 """Most failures and most fastest trials in a state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepState:
     """The full state of a sweep. Trials are in order of their numbers.
 
@@ -548,6 +548,14 @@ class SweepState:
         """Return the number of trials per status, without checks, in the order of the statuses, without zeros."""
         statuses: tuple[TrialStatus, ...] = get_args(TrialStatus)
         return {status: count for status in statuses if (count := self.num_by_status.get(status, 0))}
+
+
+def updated(state: SweepState, **changes: Any) -> SweepState:
+    """Same as :func:`dataclasses.replace`, several times as fast: the fold does this for every event."""
+    found = object.__new__(SweepState)
+    vars(found).update(vars(state), **changes)
+    assert len(vars(found)) == len(vars(state)), f"unknown fields among {', '.join(changes)}"
+    return found
 
 
 def describe_failure(outcome: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trials import files
 from trials.files import CodecError, canonical_json, digest, from_json, to_json
 from trials.spec import AdamW
 
@@ -108,6 +109,30 @@ def test_what_is_wrong_is_said_with_its_place(changes, message):
     with pytest.raises(CodecError) as caught:
         from_json(Car, {**CAR, **changes})
     assert str(caught.value) == message
+
+
+SCALARS = st.sampled_from([None, True, 1, 1.5, "wheel", "petrol", [], {}])
+EDITS = st.tuples(st.sampled_from(["name", "gearbox", "parts", "notes", "spare", "kind", "size", "fuel", "x"]), SCALARS)
+
+
+@given(CARS, st.data())
+def test_quick_and_thorough_reading_agree(car, data):
+    """Whatever is missing, unknown or of a wrong type."""
+    body = to_json(car)
+    for part in [body, *body["parts"], *filter(None, [body["spare"]])]:
+        for key, value in data.draw(st.lists(EDITS, max_size=2)):
+            part[key] = value
+        for key in data.draw(st.lists(st.sampled_from(sorted(part)), max_size=1)):
+            del part[key]
+    assert read(lambda: from_json(Car, body)) == read(lambda: files._decoder(Car)(body))
+
+
+def read(decode):
+    """Either the value's text, which shows the types of its parts, or that there is none."""
+    try:
+        return repr(decode())
+    except (CodecError, files._MismatchError):
+        return None
 
 
 def test_the_place_begins_where_the_caller_says():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from cluster.candidate_table import CandidateTable
 from cluster.cost.usual import EFFECTS, NUM_DRAWS, KnobColumns, MemoryShares, bytes_sent, column_of, drawn_programs
 from orchestrator.cli.main import main
 from orchestrator.search.knob_effects import (
+    CustomEffects,
     EarlierTrial,
     RelativePredictor,
     UnmodelledKnobs,
@@ -52,6 +54,15 @@ def test_drawn_programs_have_exactly_the_means_and_spreads_of_the_table():
     assert values.shape == (NUM_DRAWS, len(EFFECTS))
     np.testing.assert_allclose(values.mean(0), [effect.mean for effect in EFFECTS], atol=1e-9)
     np.testing.assert_allclose(np.cov(values.T, bias=True), np.diag([e.std**2 for e in EFFECTS]), atol=1e-9)
+
+
+def test_names_without_an_order_need_memory_by_the_square_of_their_number():
+    candidates = [Candidate(own=own(kernel=f"k{i}")) for i in range(400)]
+    tracemalloc.start()
+    CustomEffects(CandidateTable.of(candidates), (), flat_params)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * 400**2
 
 
 def test_what_knobs_usually_do_has_the_usual_order():
