@@ -170,9 +170,9 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     """Return the activation bytes that one layer keeps per micro-batch without recompute, shape (n,).
 
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
-    dropout masks of one byte; fp32 copies of norms of several kernels; Q, K, V and attention's output; the FFN's inner tensors (two; gated four, three when
-    fused); the scores if attention materialises them (5 bytes an element with dropout, 4 without). Matmuls below 16
-    bits keep their inputs in 8 bits, unless every matmul casts them.
+    dropout masks of one byte; fp32 copies of norms of several kernels; Q, K, V and attention's output; the FFN's inner
+    tensors (two; gated four, three when fused); the scores if attention materialises them (5 bytes an element with
+    dropout, 4 without). Matmuls below 16 bits keep their inputs in 8 bits, unless every matmul casts them.
     """
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
