@@ -367,6 +367,33 @@ def test_experts_are_gathered_from_those_who_hold_the_same():
     assert seconds[0] < seconds[2] < seconds[3]
 
 
+@given(
+    ep=st.sampled_from([2, 4, 8]),
+    top_k=st.integers(1, 4),
+    hidden=st.sampled_from([1024, 4096]),
+    tp=st.sampled_from([1, 2]),
+)
+def test_the_exchange_grows_with_chosen_experts_width_and_ranks(ep, top_k, hidden, tp):
+    shape = {**MIXTRAL, "ep": ep, "experts_per_token": top_k, "hidden": hidden, "tp": tp, "domain_size": 64}
+    shape |= {"whole_experts": float(tp > 1)}
+    x = inputs(*(row(**shape | more) for more in ({}, {"experts_per_token": 2 * top_k}, {"hidden": 2 * hidden})))
+    plain, chosen, wide = exchanged_bytes(x, work_of(x).tokens)[0]
+    assert (chosen, wide) == pytest.approx((2 * plain, 2 * plain))
+    others = ep * tp if tp > 1 else ep
+    assert plain == pytest.approx(
+        float(work_of(x).tokens[0]) / tp * top_k * hidden * x.compute_bytes[0] * (others - 1) / others
+    )
+
+
+def test_more_experts_on_a_rank_take_more_memory_and_whole_ones_repeat_the_router_and_shared_experts():
+    peaks = [figures(**MIXTRAL | {"num_experts": number}, ep=4)[1] for number in (8, 16, 32)]
+    assert peaks == sorted(set(peaks))
+    layout = {**MIXTRAL, "shared_ffn": 4096, "ep": 4, "tp": 2, "sequence_parallel": 1}
+    x = inputs(row(**layout), row(**layout, whole_experts=1), row(**layout | {"shared_ffn": 8192}, whole_experts=1))
+    split, whole, wide = work_of(x).layer_params
+    assert split < whole < wide
+
+
 SHAPED = {"dp_shard": 4, "zero_stage": 3, "tp": 2, "pp": 2, "sequence_parallel": 1, "num_microbatches": 8}
 """A layout in which every habit shows."""
 LESS = {"short gradients", "short states"}
