@@ -24,6 +24,7 @@ from trials.spec import (
     PythonModel,
     RandomData,
     ResNetModel,
+    ScriptModel,
     TextData,
     TokenFileData,
     TrialSpec,
@@ -261,12 +262,13 @@ def _expert_parallel(workload: Workload, candidate: Candidate) -> str | None:
     layout, model = candidate.layout, workload.model
     if layout.ep == 1:
         return None
-    experts = model.experts if isinstance(model, LlamaModel) else None
-    if experts is None:
+    shape = model.shape if isinstance(model, ScriptModel) else model
+    experts = shape.experts if isinstance(shape, LlamaModel) else None
+    if experts is None and shape is not None:
         return f"ep {layout.ep} requires a model with experts"
-    if experts.num_experts % layout.ep:
+    if experts is not None and experts.num_experts % layout.ep:
         return f"num_experts {experts.num_experts} is not divisible by ep {layout.ep}"
-    axis = "dp_shard" if layout.zero_stage else "dp_replicate"
+    axis = "dp" if isinstance(model, ScriptModel) else "dp_shard" if layout.zero_stage else "dp_replicate"
     if getattr(layout, axis) * layout.cp * layout.tp % layout.ep:
         return f"{axis} {getattr(layout, axis)} x cp {layout.cp} x tp {layout.tp} is not divisible by ep {layout.ep}"
     return None

@@ -373,6 +373,11 @@ class ScriptFacts:
     device_name: str | None = None
     image_size: int | None = None
     batch_norms: int | None = None
+    experts: int | None = None
+    experts_local: int | None = None
+    experts_per_token: int | None = None
+    tokens_per_expert: float | None = None
+    busiest_expert: float | None = None
     operators: int | None = None
     launch_s: float | None = None
     cpu_s: float | None = None

@@ -48,6 +48,7 @@ from benchmarks.published.experts import is_mixture
 from benchmarks.published.table import PublishedRow
 from cluster.cost.cost_model import OUT_OF_MEMORY_THRESHOLD, log_step_predictor
 from cluster.cost.inputs import Array, Prior, load_prior
+from cluster.cost.peak_memory import structures_of_software
 from orchestrator.search.acquisition import ErrorModel, condition
 from orchestrator.search.predictor import COMMON_STD, LOCAL_STD, linearised, of_candidates, physical_places
 
@@ -102,12 +103,18 @@ class Scores:
 def score_family(family: Family, num_draws: int) -> dict[int, Scores]:
     """Calibrate on 0, 3, 5 and 10 random rows, judge on the others; all draws together."""
     found = {shots: Scores() for shots in SHOTS}
-    memory = believed_memory(_prior("memory", family.source), family.x, [row.reported for row in family.rows])
+    memory = memory_of(family)
     for shots, scores in found.items():
         for draw in range(num_draws if shots else 1):
             _score_time(family, shots, draw, scores)
             _score_memory(family, memory, shots, draw, scores)
     return found
+
+
+def memory_of(family: Family) -> BelievedMemory:
+    """The belief about the memory of a family before any of its runs was seen."""
+    reported, software = [row.reported for row in family.rows], family.rows[0]["framework"]
+    return believed_memory(_prior("memory", family.source), family.x, reported, structures_of_software(software))
 
 
 @functools.cache

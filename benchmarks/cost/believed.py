@@ -19,7 +19,7 @@ from cluster.cost.work import work_of
 from orchestrator.search.memory_belief import MemoryBelief, Structured
 from orchestrator.search.predictor import mixture, physical_places
 
-WHOLE = Reported()
+NEEDED = Reported(scope="needed")
 Rows = NDArray[np.int64]
 
 
@@ -39,8 +39,7 @@ class BelievedMemory:
         n, shares, oom, fitted = len(self.memory_bytes), {}, [], []
         for row, peak, outcome in zip(rows.tolist(), peaks.tolist(), outcomes.tolist(), strict=True):
             if np.isfinite(peak):
-                place = row if self.reported[row] == WHOLE else n + row
-                shares[place] = peak / float(self.memory_bytes[row])
+                shares[n + row] = peak / float(self.memory_bytes[row])
             if outcome == 1:
                 oom.append(row)
             elif outcome == 0:
@@ -49,8 +48,7 @@ class BelievedMemory:
 
     def log_peak(self, rows: Rows) -> Array:
         """Expected log of the bytes that would be reported of these runs."""
-        places = [row if self.reported[row] == WHOLE else len(self.memory_bytes) + row for row in rows.tolist()]
-        return np.asarray(self.belief.expected_log(np.array(places)) + np.log(self.memory_bytes[rows]))
+        return np.asarray(self.belief.expected_log(len(self.memory_bytes) + rows) + np.log(self.memory_bytes[rows]))
 
     def probability_out_of_memory(self, rows: Rows) -> Array:
         """Probability that the fullest rank of each of these runs needs more memory than the device has."""
@@ -65,7 +63,7 @@ def believed_memory(
 ) -> BelievedMemory:
     """The belief on runs ``x`` before any was seen. ``reported``: what each one's peak is measured of."""
     both = x.take(np.tile(np.arange(len(x)), 2))
-    belief = prior_of(prior, both, [*[WHOLE] * len(x), *reported], structures)
+    belief = prior_of(prior, both, [*[NEEDED] * len(x), *reported], structures)
     return BelievedMemory(belief, x.memory_bytes, reported)
 
 

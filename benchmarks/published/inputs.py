@@ -38,6 +38,11 @@ JAX = ("jax", "paxml", "maxtext")
 """Frameworks whose compiler places collectives; they shard weights."""
 
 
+LABELS = 0.95, 1.1
+"""Usable bytes relative to a device's label; others mean another variant."""
+USABLE_OF_LABEL = 1.062e9
+"""Usable bytes per GB of a label: GiB, less what the driver keeps."""
+
 ATTENTION_AGAIN = (0.3, 0.08)
 """Shares of kept activations dropped and of the forward pass repeated where core attention is recomputed."""
 EVERY_OTHER_MATMUL = (0.6, 0.5)
@@ -300,10 +305,18 @@ def _flash(f: Mapping[str, str], accelerator: Accelerator, head_dim: float) -> f
     return float(late and head_dim % 8 == 0)
 
 
+def _usable_bytes(label: float | None, accelerator: Accelerator) -> float:
+    """Usable memory, of the variant with that label if it is another one than the catalogue's (H100 with 96 GB)."""
+    least, most = LABELS
+    if label is None or least <= accelerator.usable_memory_bytes / (label * 1e9) <= most:
+        return accelerator.usable_memory_bytes
+    return label * USABLE_OF_LABEL
+
+
 def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dict[str, float]:
     per_node = n["gpus_per_node"] or accelerator.devices_per_node
     return {
-        "memory_bytes": accelerator.usable_memory_bytes,
+        "memory_bytes": _usable_bytes(n["gpu_mem_GB"], accelerator),
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
         "host_bytes_per_s": accelerator.host_bytes_per_s,
         "node_size": per_node,

@@ -210,16 +210,17 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """One chart per quantity over trials, from zero; one line per run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 9), layout="constrained")
-    charts = figure.subplots(4, 2).flat
-    for chart, (name, title) in zip(charts, TITLES.items(), strict=False):
+    shown = [name for name in TITLES if any(one[name] is not None for samples in runs.values() for one in samples)]
+    figure = Figure(figsize=(11, 2.3 * -(-len(shown) // 2)), layout="constrained")
+    charts = list(figure.subplots(-(-len(shown) // 2), 2).flat)
+    for chart, name in zip(charts, shown, strict=False):
         for run, samples in runs.items():
             points = [(one["trials"], one[name]) for one in samples if one[name] is not None]
             chart.plot(*zip(*points, strict=True), marker=".", label=run) if points else None
-        chart.set(title=title.replace("`", ""), ylim=(0, None), xlim=(0, None))
-    figure.axes[-1].set_axis_off()
-    figure.axes[-2].set_xlabel("trials")
-    figure.axes[0].legend()
+        chart.set(title=TITLES[name].replace("`", ""), xlabel="trials", ylim=(0, None), xlim=(0, None))
+    for chart in charts[len(shown) :]:
+        chart.set_axis_off()
+    charts[0].legend()
     figure.savefig(path)
 
 

@@ -22,7 +22,7 @@ from cluster.cost.inputs import (
     from_rows,
     load_prior,
 )
-from cluster.cost.peak_memory import FOREIGN
+from cluster.cost.peak_memory import structures_of_software
 from orchestrator.search.acquisition import ErrorModel, Posterior, Seen
 from orchestrator.search.knob_effects import nearest
 from orchestrator.search.memory_belief import MemoryBelief
@@ -160,7 +160,8 @@ class Posteriors:
     @functools.cached_property
     def _memory(self) -> MemoryBelief:
         assert self._x is not None
-        return prior_belief(self._priors.memory, self._x, FOREIGN)
+        software = self._problem.configurations[0].row["framework"]
+        return prior_belief(self._priors.memory, self._x, structures_of_software(software))
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:

@@ -340,12 +340,17 @@ _PARTS = (
 
 
 Rank = Literal["first", "last", "fullest"]
-Scope = Literal["allocated", "reserved", "device"]
-"""What a peak counts: memory that the framework's allocator handed out, memory that it holds, or all memory in use on
-the device."""
+Scope = Literal["allocated", "reserved", "device", "needed"]
+"""What a peak counts: memory that the framework's allocator handed out, memory that it holds, all memory in use on the
+device, or the least that the run needs there."""
 
-NOT_COUNTED: dict[Scope, tuple[str, ...]] = {"allocated": ("constant", "fragmentation"), "reserved": ("constant",)}
-"""Terms of ``peak_memory.MEMORY_TERMS`` that a scope excludes."""
+COUNTED: dict[Scope, dict[str, float]] = {
+    "allocated": {"constant": 0.0, "fragmentation": 0.0},
+    "reserved": {"constant": 0.0},
+    "needed": {"fragmentation": 0.4},
+}
+"""Shares of terms of ``peak_memory.MEMORY_TERMS`` that a scope counts, if not all. Allocators return cached blocks when
+a device is full, and keep the parts of blocks that are in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +398,10 @@ def reported_terms(x: CostInputs, terms: dict[str, Array], reported: Sequence[Re
     """Return the terms of the figure that would be reported, each (n,), from all ranks' terms, each (n, stages). Terms
     that the figure does not count are 0."""
     counted = {name: values.copy() for name, values in terms.items()}
-    for scope, names in NOT_COUNTED.items():
+    for scope, shares in COUNTED.items():
         rows = np.flatnonzero([entry.scope == scope for entry in reported])
-        for name in names:
-            counted[name][rows] = 0.0
+        for name, share in shares.items():
+            counted[name][rows] *= share
     stages = _stages(x, np.sum(list(counted.values()), axis=0), reported)
     return {name: values[np.arange(len(values)), stages] for name, values in counted.items()}
 

@@ -155,6 +155,8 @@ class CostInputs:
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
     """Limit of an optimiser step's intermediate results, in bytes; infinite if it updates everything at once."""
+    update_bytes: Array
+    """Bytes per parameter of further intermediate results of an optimiser step without that limit."""
     casts_operands: Array
     """1: matmuls recreate their 8-bit operands from wider tensors, which are kept for the backward pass (torchao); 0:
     operands are kept as multiplied. No effect for matmuls with 16 bits or more."""
@@ -250,6 +252,7 @@ DEFAULTS: Mapping[str, float] = {
     "hides_gathering": 0.0,
     "aged_attention": 0.0,
     "loose_norms": 0.0,
+    "update_bytes": 0.0,
     "gathers_once": 0.0,
     "stays_gathered": 0.0,
     "gathered_bytes": 0.0,

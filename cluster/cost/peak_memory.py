@@ -8,9 +8,10 @@ memory that never exists at the same time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +44,10 @@ MEMORY_TERMS = (
     "fragmentation",
 )
 
+LOOSE_NORM_BYTES = 4.0
+"""Bytes per element that a norm of several kernels keeps beyond a fused one: its input in fp32, and the normalised
+values in the format of the computation instead of the input (``LlamaRMSNorm`` of transformers)."""
+
 HELD_LAYERS = 3
 """Layers whose activations a device holds despite offloading: the current one, the one in transfer, and the model's
 last."""
@@ -62,7 +67,7 @@ def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array
     ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``; excluded terms are 0.
     """
     states = terms["weights"] + terms["gradients"] + terms["optimizer"]
-    copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)
+    copies = np.where(x.gradient_bytes < 4, 4.0, 0.0) + x.update_bytes
     is_piece = terms["workspace"] >= x.workspace_limit_bytes * (1 - x.offload_optimizer)
     by_results = np.where(is_piece, 0.0, k["workspace_bytes"] / (copies + k["workspace_bytes"]))
     slopes = {
@@ -113,6 +118,7 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
     on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
     none = dict.fromkeys(("activations", "recomputed", "head", "gathered"), np.zeros(owned.shape))
+    copies = copies + x.update_bytes[:, None]
     workspace = np.minimum(owned * (copies + k["workspace_bytes"]), x.workspace_limit_bytes[:, None])
     return {**states, **none, "workspace": on_device * workspace}
 
@@ -164,15 +170,16 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     """Return the activation bytes that one layer keeps per micro-batch without recompute, shape (n,).
 
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
-    dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two; gated four, three when
-    fused); the scores if attention materialises them (5 bytes an element with dropout, 4 without). Matmuls below 16
-    bits keep their inputs in 8 bits, unless every matmul casts them.
+    dropout masks of one byte; fp32 copies of norms of several kernels; Q, K, V and attention's output; the FFN's inner
+    tensors (two; gated four, three when fused); the scores if attention materialises them (5 bytes an element with
+    dropout, 4 without). Matmuls below 16 bits keep their inputs in 8 bits, unless every matmul casts them.
     """
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
     matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
     outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
     num_gathered = 2 - x.whole_experts * x.expert_share
+    outer = outer + 2 * x.loose_norms * LOOSE_NORM_BYTES * x.hidden / shared
     outer = outer + num_gathered * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
     ffn = inner_width(x)
     inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * ffn) / x.tp
@@ -316,6 +323,18 @@ def large_buckets(x: CostInputs) -> CostInputs:
     return replace(x, buffer_bytes=x.buffer_bytes + np.where(x.dp > 1, size, 0.0))
 
 
+def loose_norms(x: CostInputs) -> CostInputs:
+    """Assume that norms consist of several kernels that keep fp32 copies (norms of transformers, without compilation
+    or a fused kernel)."""
+    return replace(x, loose_norms=np.where(x.compiled > 0, x.loose_norms, 1.0))
+
+
+def copied_updates(x: CostInputs) -> CostInputs:
+    """Assume that the optimiser step holds two more fp32 values per parameter that it updates: ``torch.optim.AdamW``
+    with ``foreach=True``, its default; unscaled copies of gradients."""
+    return replace(x, update_bytes=x.update_bytes + 8.0, workspace_limit_bytes=np.full(len(x), np.inf))
+
+
 def weights_stay_gathered(x: CostInputs) -> CostInputs:
     """Assume that ZeRO-3's weights stay gathered from one micro-batch to the next (FSDP's
     ``reshard_after_forward=False`` and ``SHARD_GRAD_OP``; DeepSpeed's ``stage3_max_live_parameters``, a billion by
@@ -357,12 +376,14 @@ HABITS = (
     Habit("whole gradients", 0.15, whole_gradients),
     Habit("short states", 0.1, short_states),
     Habit("gathered logits", 0.1, gathered_logits),
-    Habit("copied logits", 0.15, copied_logits),
+    Habit("copied logits", 0.2, copied_logits),
     Habit("whole tables", 0.05, whole_tables),
     Habit("kept gathered inputs", 0.1, kept_gathered_inputs),
     Habit("whole batch in flight", 0.05, whole_batch_in_flight),
     Habit("large buckets", 0.1, large_buckets),
     Habit("weights stay gathered", 0.05, weights_stay_gathered),
+    Habit("loose norms", 0.2, loose_norms),
+    Habit("copied updates", 0.2, copied_updates),
 )
 MAX_HABITS = 2
 """Most habits of a structure: larger sets are unlikely, and too many to distinguish."""
@@ -399,6 +420,38 @@ def structures_of(known: tuple[Habit, ...] = HABITS, most: int = MAX_HABITS) -> 
 
 FOREIGN = tuple(structures_of())
 """Structures of software with unknown memory behaviour: users' training programs."""
+
+_KERNELS_OF_THEIR_OWN = {
+    "copied logits": 0.03,
+    "loose norms": 0.03,
+    "copied updates": 0.05,
+    "short states": 0.03,
+    "large buckets": 0.03,
+    "whole tables": 0.02,
+    "gathered logits": 0.03,
+    "kept gathered inputs": 0.03,
+    "weights stay gathered": 0.02,
+    "whole gradients": 0.05,
+}
+_PLAIN_TORCH = {"copied logits": 0.6, "loose norms": 0.4, "copied updates": 0.4}
+SOFTWARE: Mapping[tuple[str, ...], Mapping[str, float]] = {
+    ("megatron", "nemo", "primus", "mindspeed", "modellink"): _KERNELS_OF_THEIR_OWN,
+    ("composer", "foundry", "maxtext", "paxml"): {"copied logits": 0.03},
+    ("torchtitan", "fsdp", "transformers", "accelerate", "lightning", "torchtune", "factory", "swift", "hugging"): (
+        _PLAIN_TORCH
+    ),
+    ("deepspeed",): {"large buckets": 0.5, "short gradients": 0.4, "copied logits": 0.3, "loose norms": 0.3},
+    ("paddle",): {"whole gradients": 0.4, "copied logits": 0.5, "loose norms": 0.3},
+}
+"""Habits of known software, by words in its name; the others have the probabilities of unknown software."""
+
+
+@functools.cache
+def structures_of_software(name: str) -> tuple[Structure, ...]:
+    """Return the structures of the software with this name: a recipe's, or one that a source states."""
+    lower = name.lower()
+    habits = next((found for words, found in SOFTWARE.items() if any(word in lower for word in words)), {})
+    return tuple(structures_of(tuple(replace(h, probability=habits.get(h.name, h.probability)) for h in HABITS)))
 
 
 def distinct_structures(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:

@@ -226,8 +226,9 @@ class Agent:
         if self._spare is not None:
             self._spare.close()
             self._spare = None
-        self._selector.unregister(self._control)
-        self._control.close()
+        if self._control.fileno() >= 0:  # closed if this fork server never started
+            self._selector.unregister(self._control)
+            self._control.close()
 
     def _forget(self, attempt_id: str) -> None:
         attempt = self._attempts.pop(attempt_id)

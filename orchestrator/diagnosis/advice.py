@@ -155,10 +155,17 @@ def _breaks(one: Observed) -> Iterator[str]:
 
 def _experts(one: Observed) -> Iterator[str]:
     """Tokens that are spread unevenly over experts, or thinly."""
-    decoder = decoder_of(one.workload.model)
+    facts, decoder = one.facts, decoder_of(one.workload.model)
     shape = decoder.experts if decoder is not None else None
-    if shape is None:
+    tokens = one.candidate.micro_batch_size * one.workload.seq_length // one.candidate.layout.cp
+    if facts.tokens_per_expert and facts.experts:
+        rows = facts.tokens_per_expert * facts.experts / (facts.experts_local or facts.experts)
+    elif shape is not None:
+        rows = tokens * shape.top_k * one.candidate.layout.ep / shape.num_experts
+    else:
         return
+    if (facts.busiest_expert or 0) > UNEVEN:
+        yield f"the busiest expert of a layer gets {facts.busiest_expert:.2f}x the mean number of tokens of a rank"
     worst = max(one.measurement.findings.experts, key=lambda load: load.busiest, default=None)
     if worst is not None and worst.busiest > UNEVEN:
         idle = f", {count(worst.num_idle, 'expert')} none" if worst.num_idle else ""
@@ -166,8 +173,6 @@ def _experts(one: Observed) -> Iterator[str]:
             f"in layer {worst.layer} the busiest expert gets {worst.busiest:.2f}x the mean number of tokens{idle}: "
             "a larger `experts.balance_rate` or `aux_loss` evens it out, and `capacity` limits it"
         )
-    tokens = one.candidate.micro_batch_size * one.workload.seq_length // one.candidate.layout.cp
-    rows = tokens * shape.top_k * one.candidate.layout.ep / shape.num_experts
     if rows < FEW_ROWS and not one.on_cpu:
         yield (
             f"an expert multiplies {rows:.0f} rows at a time, so reading its weights takes longer than multiplying: "

@@ -375,7 +375,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()
         pointless |= set() if isinstance(workload.model, UserModel) else {"tp", "pp"}
-    pointless |= set() if has_experts(workload.model) else {"ep"}
+    pointless |= set() if has_experts(workload.model) or isinstance(workload.model, ScriptModel) else {"ep"}
     pointless |= set() if isinstance(workload.model, ScriptModel) and candidate.layout.dp > 1 else set(IN_DDP)
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.draft.inside_draft import InsideDraft, draft_inside
 from orchestrator.draft.machine import DraftedMachine, comment, quoted, safe_name, sweep_text, value_text, yaml_words
-from orchestrator.draft.observed import Detected
+from orchestrator.draft.observed import Detected, expert_parallel_degrees
 from orchestrator.draft.program_reading import ReadProgram, read_program, usual_variables, worker_counts
 from orchestrator.draft.static_reading import (
     SourceFile,
@@ -314,6 +314,8 @@ def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
         found["recompute"] = "full"
     if script.program.num_workers is not None:
         found["num_workers"] = script.program.num_workers
+    if script.program.ep is not None:
+        found["ep"] = script.program.ep
     if script.program.present:
         found["own"] = dict(script.program.present)
     return found
@@ -328,6 +330,8 @@ def _space(script: DraftedScript, machine: DraftedMachine, batch: int) -> Iterat
         yield "zero_stage", [1, 2, 3]
     if not script.uses_placeholders or script.program.is_tuned_by_batch:
         yield "micro_batch_size", micro_batch_sizes(script.micro_batch_size or 1, batch, devices)
+    if script.uses_placeholders and script.program.ep is not None:
+        yield "ep", sorted(expert_parallel_degrees(script.program.ep, devices, script.detected.facts))
     if any(path.startswith("recompute.") for path in recorded):
         yield "recompute", ["none", "full"]
     if "precision.level" in recorded:

@@ -27,7 +27,7 @@ from orchestrator.units import count
 from trials.files import fields_json, read_regular
 from trials.reports import ScriptFacts, SeenOption
 
-PROVABLE = ("micro_batch_size", "accumulation", "workers", "dtype", "amp", "checkpointing", "compile")
+PROVABLE = ("micro_batch_size", "accumulation", "workers", "ep", "dtype", "amp", "checkpointing", "compile")
 """Roles of options that show in what the program does within a step."""
 MAX_PER_ROLE = 3
 """Maximum number of options to try for a role."""
@@ -36,6 +36,7 @@ NO_ROLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 _FACTS = (
     *("micro_batch_size", "micro_batches", "world_size", "dtype", "num_workers", "wrapper", "is_compiled"),
     *("layer_calls_per_forward", "num_optimizers", "loader_batch_size"),
+    *("experts", "experts_local", "experts_per_token", "tokens_per_expert"),
 )
 _WORKERS = re.compile(r"nw|work|proc|thread|load|cpu", re.IGNORECASE)
 _QUOTED = re.compile(r"""(["'])(\{[a-z_]+\})\1""")
@@ -99,6 +100,7 @@ class Detected:
             facts.dtype,
             None if facts.num_workers is None else count(facts.num_workers, "loader worker"),
             facts.wrapper,
+            None if facts.experts is None else f"{facts.experts} experts per layer",
             "recompute" if (facts.layer_calls_per_forward or 0) > 1 else None,
             "compiled" if facts.is_compiled else None,
             f"{facts.num_optimizers} optimisers" if (facts.num_optimizers or 0) > 1 else None,
@@ -270,7 +272,18 @@ def _other(argv: tuple[str, ...], option: ScriptOption, role: str, facts: Script
         return str(count if count % ranks == 0 else count * ranks)
     if role == "workers":
         return "1" if (now if now is not None else facts.num_workers) == 0 else "0"
+    if role == "ep":
+        return next(map(str, expert_parallel_degrees(now or 1, ranks, facts)[1:]), None)
     return None
+
+
+def expert_parallel_degrees(present: int, ranks: int, facts: ScriptFacts) -> list[int]:
+    """Today's degree, then all others that divide the ranks and the experts of a layer; empty unless a run has shown
+    that today's splits the experts."""
+    experts = facts.experts or 0
+    if facts.experts_local is None or facts.experts_local * present != experts:
+        return []
+    return [present, *(n for n in range(1, ranks + 1) if n != present and not (ranks % n or experts % n))]
 
 
 def proof(change: OptionChange, before: ScriptFacts, after: ScriptFacts) -> Proof | None:
@@ -298,6 +311,10 @@ def _way(change: OptionChange, before: ScriptFacts, after: ScriptFacts) -> tuple
             return None if way is None else (way, f"{before.micro_batches} micro-batches per step", f"{count}")
         case "workers" if after.num_workers == wanted and after.num_workers != before.num_workers:
             return "as_is", f"{before.num_workers} loader workers", f"{after.num_workers}"
+        case "ep" if after.experts_local != before.experts_local and after.samples_per_step == before.samples_per_step:
+            way = "as_is" if (after.experts_local or 0) * (wanted or 0) == after.experts else None
+            held = f"{before.experts_local} of {before.experts} experts per rank"
+            return None if way is None else (way, held, f"{after.experts_local}")
         case "dtype" | "amp" if after.dtype is not None and after.dtype != before.dtype:
             return "switched", str(before.dtype), after.dtype
         case "checkpointing" if (after.layer_calls_per_forward or 1) != (before.layer_calls_per_forward or 1):

@@ -48,6 +48,9 @@ class ReadProgram:
     """Forward passes of an optimiser step and rank; None: the program has no option for them."""
     num_workers: int | None = None
     """Data-loading processes in the command, if a placeholder stands for them; None: no such option."""
+    ep: int | None = None
+    """Ranks that share the experts of a layer in the command, if a placeholder stands for them; None: no such option
+    was seen to act."""
     is_tuned_by_batch: bool = False
     """Whether the command has placeholders for the batch, so that other sizes can be tried."""
     has_batch_in_code: bool = False
@@ -92,6 +95,9 @@ def read_program(
     num_workers = _workers(argv, by_role, detected)
     if num_workers is not None:
         filled["workers"] = "{num_workers}"
+    ep = (present_number(argv, by_role["ep"]) or 1) if "ep" in detected.proofs else None
+    if ep is not None:
+        filled["ep"] = "{ep}"
     laid = Filled(argv=argv, files=detected.files)
     for role, placeholder in filled.items():
         laid = with_value(laid, by_role[role], placeholder)
@@ -107,6 +113,7 @@ def read_program(
         micro_batch_size=micro,
         accumulation=accumulation,
         num_workers=num_workers,
+        ep=ep,
         seq_length=_whole(argv, by_role.get("seq_length")),
         is_tuned_by_batch=is_tuned,
         has_batch_in_code=has_batch_in_code,

@@ -32,6 +32,8 @@ ROLES = {
     "dtype": "dtype precision mixed_precision amp_dtype compute_dtype",
     "amp": "amp use_amp bf16 fp16 half autocast",
     "workers": "workers num_workers dataloader_num_workers data_workers nworkers j",
+    "ep": "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree expert_parallelism "
+    "expert_model_parallel_size moe_ep_size",
     "compile": "compile torch_compile use_compile torchcompile",
     "checkpointing": "checkpointing gradient_checkpointing grad_checkpointing grad_checkpoint activation_checkpointing "
     "gradient_checkpoint recompute use_checkpoint use_checkpointing remat",

@@ -11,7 +11,7 @@ from orchestrator.frameworks.edit import Overlay, OverlayRequest, Reading, Run, 
 from orchestrator.frameworks.spelling import Note
 from trials.script.command import Expected, LogFormat
 
-MICRO_BATCH, WORKERS = "micro_batch_size", "loader.num_workers"
+MICRO_BATCH, WORKERS, EXPERT_PARALLEL = "micro_batch_size", "loader.num_workers", "layout.ep"
 ACCUMULATIONS = ("accumulation", "total_accumulation")
 """Placeholders for the micro-batches of an optimiser step: on a rank, and over all ranks."""
 
@@ -38,12 +38,14 @@ def trial_mode(laid: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - {ste
 
 
 def expected(request: OverlayRequest) -> Expected:
-    """The number of ranks, and the batches and loader workers if the command sets them."""
+    """The number of ranks, and the batches, loader workers and split of experts if the command sets them."""
     is_templated, has_workers = MICRO_BATCH in request.named, WORKERS in request.templated
+    layout = request.candidate.layout
     return Expected(
         world_size=request.world_size,
         micro_batch_size=request.candidate.micro_batch_size if is_templated else None,
-        num_microbatches=request.num_microbatches if is_templated and request.candidate.layout.pp == 1 else None,
+        num_microbatches=request.num_microbatches if is_templated and layout.pp == 1 else None,
+        expert_parallel=layout.ep if EXPERT_PARALLEL in request.templated else None,
         num_workers=request.candidate.loader.num_workers if has_workers else None,
     )
 

@@ -206,11 +206,6 @@ def _write_data(builder: SettingsBuilder) -> None:
 
 def _note_unread(found: Found) -> dict[str, Any]:
     """Note arguments of commands that stay unchanged and that no field describes."""
-    experts = found.get("--expert-model-parallel-size", "1")
-    if experts != "1":
-        found.unread(
-            "layout", f"--expert-model-parallel-size {experts}: experts are distributed over the data-parallel ranks"
-        )
     if found.is_on("--optimizer-cpu-offload"):
         found.unread("offload.optimizer", "--optimizer-cpu-offload, with another optimiser")
     if (found.get("--cpu-offloading-num-layers") or "0") != "0":
@@ -757,6 +752,8 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
             "layout.zero_stage",
             f"Megatron-LM shards over the {layout.cp} ranks of cp; the configuration has replicas",
         )
+    if problem := megatron_experts.parallel_problem(layout):
+        edit.refuse("layout.ep", problem)
     if shape is not None and layout.tp > 1:
         _check_dimensions(edit, found, request, shape)
     _check_queues(edit, found, request)
@@ -835,6 +832,7 @@ def expected(request: OverlayRequest) -> Expected:
         micro_batch_size=candidate.micro_batch_size,
         num_microbatches=None if layout.pp > 1 else request.num_microbatches,
         recomputes=True if candidate.recompute.full else None,
+        expert_parallel=layout.ep if "layout.ep" in request.reading.values else None,
         parameter_shards=spread if spread > 1 else None,
     )
 

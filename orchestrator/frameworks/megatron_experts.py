@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.frameworks.spelling import Found, SettingsBuilder, custom
-from trials.spec import Experts, LlamaModel
+from orchestrator.frameworks.spelling import Found, SettingsBuilder, custom, row
+from trials.spec import Experts, Layout, LlamaModel
 
 _PATH = "workload.model.llama.experts"
 NUM, WIDTH, TOP_K = "--num-experts", "--moe-ffn-hidden-size", "--moe-router-topk"
@@ -127,19 +127,26 @@ ROW = custom(
 def _write_parallel(builder: SettingsBuilder) -> None:
     """Write the degree. Experts are whole, but by default Megatron-LM splits each over the tensor-parallel ranks."""
     layout = builder.candidate.layout
-    if layout.ep > 1:
+    if not builder.is_export or layout.ep > 1:
         builder.settings[PARALLEL_SIZE] = layout.ep
     if layout.ep > 1 and layout.tp > 1:
         builder.settings[TENSOR_SIZE] = 1
-        if not layout.sequence_parallel:
-            builder.refuse("layout.ep", "experts with tensor parallelism require --sequence-parallel")
+    if builder.is_export and (problem := parallel_problem(layout)):
+        builder.refuse("layout.ep", problem)
+
+
+def parallel_problem(layout: Layout) -> str | None:
+    """Why Megatron-LM would reject the layout's split of experts; None if it would not."""
+    is_split = layout.ep > 1 and layout.tp > 1 and not layout.sequence_parallel
+    return "experts with tensor parallelism require --sequence-parallel" if is_split else None
 
 
 def _read_parallel(found: Found) -> dict[str, Any]:
     ep, tp = found.whole("layout.ep", PARALLEL_SIZE, 1), found.whole("layout.tp", "--tensor-model-parallel-size", 1)
     if 1 not in (ep, tp) and str(found.get(TENSOR_SIZE)) != "1":
         found.unread("layout.ep", f"experts split by tensor parallelism as well; {TENSOR_SIZE} 1 keeps them whole")
+        return {"layout.ep": ep if found.is_export else None}
     return {"layout.ep": ep}
 
 
-PARALLEL = custom(("layout.ep",), (PARALLEL_SIZE, TENSOR_SIZE), _write_parallel, _read_parallel)
+PARALLEL = row("layout.ep", (PARALLEL_SIZE, TENSOR_SIZE), _write_parallel, _read_parallel)

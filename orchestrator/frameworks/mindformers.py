@@ -757,13 +757,13 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
     layout, shape = request.candidate.layout, request.reading.shape
     if layout.pp > 1 and request.num_microbatches < layout.pp:
-        edit.refuse(
-            "layout.pp", f"{request.num_microbatches} micro-batches: MindFormers requires at least one per stage"
-        )
+        edit.refuse("layout.pp", f"{request.num_microbatches} micro-batches: at least one per stage is required")
     if _has_gap(layout.stage_layers):
         edit.refuse("layout.stage_layers", _GAP)
     if shape is None:
         return
+    if problem := mindformers_experts.parallel_problem(layout):
+        edit.refuse("layout.ep", problem)
     for what, count in (("heads", shape.num_heads), ("the width of the feed-forward part", shape.ffn_hidden_size)):
         if count % layout.tp:
             edit.refuse("layout.tp", f"{what} {count} is not a multiple of model_parallel {layout.tp}")

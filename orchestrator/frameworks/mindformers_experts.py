@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.frameworks.spelling import Found, SettingsBuilder, custom
-from trials.spec import Experts, LlamaModel
+from orchestrator.frameworks.spelling import Found, SettingsBuilder, custom, row
+from trials.spec import Experts, Layout, LlamaModel
 
 _LLAMA = "workload.model.llama"
 _PATH = f"{_LLAMA}.experts"
@@ -87,15 +87,19 @@ def _read(found: Found) -> Mapping[str, Any]:
 ROW = custom((_PATH,), (*_FIXED, WIDTH, NUM, TOP_K, SHARED, SIGMOID, NORMALIZES, GROUPED, CAPACITY), _write, _read)
 
 
+def parallel_problem(layout: Layout) -> str | None:
+    """Why the layout's split of experts is impossible for MindFormers' Llama; None if it is possible."""
+    return f"{layout.ep} does not divide data_parallel {layout.dp}" if layout.dp % layout.ep else None
+
+
 def _write_parallel(builder: SettingsBuilder) -> None:
     layout = builder.candidate.layout
-    if layout.ep == 1:
-        return
-    builder.settings[PARALLEL_SIZE] = layout.ep
-    if layout.dp % layout.ep:
-        builder.refuse("layout.ep", f"{layout.ep} does not divide data_parallel {layout.dp}")
+    if not builder.is_export or layout.ep > 1:
+        builder.settings[PARALLEL_SIZE] = layout.ep
+    if builder.is_export and (problem := parallel_problem(layout)):
+        builder.refuse("layout.ep", problem)
 
 
-PARALLEL = custom(
-    ("layout.ep",), (PARALLEL_SIZE,), _write_parallel, lambda found: {"layout.ep": found.get(PARALLEL_SIZE, 1)}
+PARALLEL = row(
+    "layout.ep", PARALLEL_SIZE, _write_parallel, lambda found: {"layout.ep": found.whole("layout.ep", PARALLEL_SIZE, 1)}
 )

@@ -61,7 +61,7 @@ MODEL = "model:"
 """Prefix of settings for the model's own file."""
 TP, PP, CHUNKS = "tensor_parallel_degree", "pipeline_parallel_degree", "virtual_pp_degree"
 RING, ULYSSES = "context_parallel_degree", "sep_parallel_degree"
-SHARDING, SHARDS = "sharding", "sharding_parallel_degree"
+SHARDING, SHARDS, EXPERTS = "sharding", "sharding_parallel_degree", "expert_parallel_degree"
 BATCH, ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
 RECOMPUTE, GRANULARITY, KEPT = "recompute", "recompute_granularity", "no_recompute_layers"
 FLASH, WORKERS = "use_flash_attention", "dataloader_num_workers"
@@ -72,7 +72,7 @@ PATTERNS = {"core_attn": r"attention\.scaled_dot_product_attention", "full_attn"
 OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
 """Paddle's names of operators that may be in the autocast lists of both sides."""
 DEFAULTS = {
-    **dict.fromkeys((TP, PP, CHUNKS, RING, ULYSSES, ACCUMULATED), 1),
+    **dict.fromkeys((TP, PP, CHUNKS, RING, ULYSSES, EXPERTS, ACCUMULATED), 1),
     BATCH: 8,
     WORKERS: 0,
     "seed": 42,
@@ -266,6 +266,16 @@ def _note_experts(builder: SettingsBuilder) -> None:
             builder.refuse(f"layout.{degree}", f"PaddleNLP's Mixtral has no {what}")
 
 
+_WHOLE_EXPERTS = "PaddleNLP's Mixtral keeps all experts of its layers on every rank"
+
+
+def _write_experts(builder: SettingsBuilder) -> None:
+    if not builder.is_export:
+        builder.settings[EXPERTS] = builder.candidate.layout.ep
+    elif builder.candidate.layout.ep > 1:
+        builder.refuse("layout.ep", _WHOLE_EXPERTS)
+
+
 # Recompute.
 
 _GATHERED = "gathered sequence shards are kept: more memory"
@@ -448,7 +458,7 @@ ROWS: tuple[Setting, ...] = (
     own_collectives("Paddle always uses explicit collectives, like tp_engine local", lambda found: found[TP]),
     mixtral(MODEL, "PaddleNLP"),
     custom((), (), _note_experts),
-    lacking("layout.ep", "PaddleNLP's Mixtral keeps all experts of its layers on every rank", severity="error"),
+    row("layout.ep", (), _write_experts, lambda found: {"layout.ep": found.whole("layout.ep", EXPERTS, 1)}),
     NO_LATENT,
     lacking("layout.num_copies", "micro-batches are not split", in_overlays=True),
     row(
@@ -658,6 +668,10 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
             "layout.num_virtual_stages",
             f"{request.num_microbatches} micro-batches are not a multiple of the pipeline stages",
         )
+    if layout.ep > 1 and shape is not None:
+        edit.refuse("layout.ep", _WHOLE_EXPERTS)
+    elif layout.ep > 1 and (layout.dp_replicate > 1 or layout.dp_shard % layout.ep):
+        edit.refuse("layout.ep", f"{layout.ep} must divide sharding_parallel_degree, without replicas of the shards")
     if layout.sequence_parallel and layout.tp == 1:
         edit.refuse("layout.sequence_parallel", "sequence_parallel requires tensor_parallel_degree above 1")
     if shape is not None:

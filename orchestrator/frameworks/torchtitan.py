@@ -157,8 +157,6 @@ def _write_seed(builder: SettingsBuilder) -> None:
 
 def _note_unread(found: Found) -> dict[str, Any]:
     """Note settings of commands that stay unchanged and that no field describes."""
-    if found.get(torchtitan_experts.PARALLEL_SIZE) not in (1, "1", UNKNOWN):
-        found.unread("layout", f"--{torchtitan_experts.PARALLEL_SIZE}")
     if found.get("training.enable_cpu_offload") is True:
         found.unread("offload.optimizer", "training.enable_cpu_offload, including weights")
     return {}
@@ -760,6 +758,8 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     divisor = (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
     if length and length % divisor:
         edit.refuse("layout.tp" if layout.tp > 1 else "layout.cp", f"{length} tokens are not a multiple of {divisor}")
+    if problem := torchtitan_experts.parallel_problem(layout):
+        edit.refuse("layout.ep", problem)
     if layout.pp > 1 and request.num_microbatches < layout.pp:
         edit.warn("layout.pp", f"{request.num_microbatches} micro-batches are fewer than stages")
     if shape is not None and (shape.num_heads % layout.tp or shape.num_kv_heads % layout.tp):

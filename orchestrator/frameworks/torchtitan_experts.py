@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.frameworks.spelling import Found, SettingsBuilder, custom
-from orchestrator.frameworks.torchtitan_config import NUM_EXPERTS
-from trials.spec import LlamaModel
+from orchestrator.frameworks.spelling import Found, SettingsBuilder, custom, row
+from orchestrator.frameworks.torchtitan_config import NUM_EXPERTS, UNKNOWN
+from trials.spec import Layout, LlamaModel
 
 _PATH = "workload.model.llama.experts"
 PARALLEL_SIZE = "parallelism.expert_parallel_degree"
@@ -52,15 +52,24 @@ def _read(found: Found) -> Mapping[str, Any]:
 ROW = custom((_PATH,), (*_NAMES.values(), _BIAS), _write, _read)
 
 
+def parallel_problem(layout: Layout) -> str | None:
+    """Why torchtitan would reject the layout's split of experts; None if it would not."""
+    if layout.dp_shard * layout.cp * layout.tp % layout.ep:
+        return f"ep {layout.ep} does not divide dp_shard x cp x tp: experts are not split over replicas"
+    return None
+
+
 def _write_parallel(builder: SettingsBuilder) -> None:
     layout = builder.candidate.layout
-    if layout.ep == 1:
-        return
-    builder.settings[PARALLEL_SIZE] = layout.ep
-    if layout.dp_shard * layout.cp * layout.tp % layout.ep:
-        builder.refuse("layout.ep", "experts are not split over replicas: use dp_shard")
+    if not builder.is_export or layout.ep > 1:
+        builder.settings[PARALLEL_SIZE] = layout.ep
+    if builder.is_export and (problem := parallel_problem(layout)):
+        builder.refuse("layout.ep", problem)
 
 
-PARALLEL = custom(
-    ("layout.ep",), (PARALLEL_SIZE,), _write_parallel, lambda found: {"layout.ep": found.get(PARALLEL_SIZE, 1)}
-)
+def _read_parallel(found: Found) -> Mapping[str, Any]:
+    is_unknown = found.get(PARALLEL_SIZE) == UNKNOWN
+    return {"layout.ep": None if is_unknown else found.whole("layout.ep", PARALLEL_SIZE, 1)}
+
+
+PARALLEL = row("layout.ep", PARALLEL_SIZE, _write_parallel, _read_parallel)

@@ -54,7 +54,7 @@ OWN_STD = 0.3
 NAMED_STD = 0.3
 """The same, in addition to the usual effect of a known name, which is a guess."""
 KNOWN_STD = 0.05
-"""The same for built-in knobs, in addition to their usual effects."""
+"""The same for built-in knobs, in addition to their usual effects; `ep` has none, as experts differ."""
 SMOOTHNESS = 0.5
 """Share of the range of a knob's numbers over which its effect stays similar."""
 MAX_LEVELS = 6
@@ -366,7 +366,7 @@ class RelativePredictor:
         self._taken_apart: tuple[tuple[int, MemoryShares], MemoryBelief | None] | None = None
         self._baseline_weight = self.objective.weight(baseline.layout.world_size)
         others = [*(trial.candidate for trial in self.earlier), baseline]
-        described = CustomEffects(self.candidates, others, features)
+        described = CustomEffects(self.candidates, others, features, stds={"ep": OWN_STD})
         self._own, self._own_baseline = described.take(slice(0, -1)), described.features[-1]
         sizes, places = self.candidates.each(("layout",), lambda candidate: candidate.layout.world_size)
         last = [trial.candidate.layout.world_size for trial in self.earlier]

@@ -31,7 +31,14 @@ from cluster.cost.cost_model import (
 )
 from cluster.cost.generic import GenericInputs, generic_inputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import TIME, Array, Coefficients, CostInputs, FactoredInputs, Prior, distinct_rows, load_prior
-from cluster.cost.peak_memory import FOREIGN, KNOWN, Structure, distinct_structures, log_slopes, stage_bytes
+from cluster.cost.peak_memory import (
+    KNOWN,
+    Structure,
+    distinct_structures,
+    log_slopes,
+    stage_bytes,
+    structures_of_software,
+)
 from cluster.cost.step_time import step_seconds
 from cluster.cost.work import work_of
 from cluster.hardware.topology import CatalogueError, ClusterDescription, Topology, describe_topology
@@ -369,7 +376,8 @@ class Predictor:
             )
         self.candidates = CandidateTable.of(candidates)
         self.earlier = _comparable(earlier, workload)
-        self._structures = FOREIGN if isinstance(workload.model, ScriptModel) else KNOWN
+        model = workload.model
+        self._structures = structures_of_software(model.recipe) if isinstance(model, ScriptModel) else KNOWN
         workload = predicted_workload(workload)
         self.cluster = cluster
         self.objective = objective or Objective()

@@ -108,6 +108,7 @@ class Filters:
 OF_ANY_TRAINER = frozenset(
     (
         "degrees",
+        "expert-parallel",
         "shard-needs-zero",
         "sp-needs-tp",
         "global-batch",

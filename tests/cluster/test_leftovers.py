@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from cluster.base import ClusterError
 from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
-from cluster.processes import process_info
+from cluster.processes import descendants, process_info
 from orchestrator.sweep.snapshot import Home
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.support import ROOT
@@ -200,3 +201,15 @@ def holding(folder):
             if any(str(file.readlink()).startswith(f"{folder}/") for file in (process / "fd").iterdir()):
                 found.append(int(process.name))
     return found
+
+
+def test_a_cluster_closes_after_a_fork_server_that_cannot_be_replaced(tmp_path, monkeypatch):
+    before = set(descendants(os.getpid()))
+    cluster = LocalCluster(tmp_path, discover_node(num_devices=1), preload=("json",))
+    new = sorted(set(descendants(os.getpid())) - before)
+    fork_server = next(pid for pid in new if b"cluster.node.warden" in read(Path(f"/proc/{pid}/cmdline")))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ClusterError, match="did not start"), cluster:
+        os.kill(fork_server, signal.SIGKILL)
+        while True:
+            cluster.poll(1.0)

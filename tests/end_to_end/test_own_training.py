@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from orchestrator.sweep.snapshot import Home
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
+STRANGERS = Path(__file__).parents[1] / "data/programs/strangers"
 PROGRAM = """
 import argparse, os, time
 import torch, torch.distributed as dist
@@ -107,3 +109,42 @@ def test_a_confirmed_winner_is_promoted_exported_and_verified_and_a_changed_prog
     (tmp_path / "train.py").write_text(PROGRAM + "\n# today's\n")
     with pytest.raises(ConfigError, match=r"your program has changed since it was measured \(train.py\)"):
         promote("mine", home, sweep="mine", trial="1")
+
+
+def test_the_split_of_a_mixtures_experts_is_tuned_seen_and_judged(tmp_path):
+    words = [
+        "moe.py",
+        "--batch-size",
+        "{micro_batch_size}",
+        "--grad-accum",
+        "{accumulation}",
+        "--ep",
+        "{ep}",
+        "--steps",
+        "{steps}",
+    ]
+    content = {
+        "name": "moe",
+        "workload": {
+            "recipe": "custom",
+            "run": [sys.executable, *words],
+            "cwd": str(STRANGERS),
+            "global_batch_size": 8,
+        },
+        "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 2},
+        "baseline": {"micro_batch_size": 2, "ep": 1},
+        "space": {"ep": [1, 2]},
+        "measure": {"num_steps": 4, "max_steps": 4, "min_warmup_steps": 2},
+        "search": {"sampler": "grid"},
+        "budget": {"max_trials": 2},
+        "confirm": {"finalists": 1, "min_rounds": 2, "max_rounds": 2},
+        "gate": {"num_steps": 6},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
+    home = Home(tmp_path / "home")
+    state = controller.submit(load_sweep(tmp_path / "sweep.yaml"), home, observer=Observers([])).state
+    facts = [trial.outcome.measurement.findings.script.facts for trial in state.trials[:2]]
+    assert [(one.experts, one.experts_local, one.tokens_per_expert) for one in facts] == [(4, 4, 64.0), (4, 2, 64.0)]
+    assert facts[1].parameters is None and facts[0].parameters > 0
+    assert state.verdict.conclusion in ("confirmed", "keep", "unconfirmed"), state.verdict
+    assert all(report.passed for report in state.verdict.gates)

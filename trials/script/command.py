@@ -66,6 +66,8 @@ class Expected:
     """Whether layers run again in the backward pass."""
     parameter_shards: int | None = None
     """Number of ranks over which every parameter is split: by ZeRO-3, tensor and pipeline parallelism."""
+    expert_parallel: int | None = None
+    """Number of ranks that share the experts of a layer."""
     num_workers: int | None = None
     """Worker processes of the loader that feeds training."""
 

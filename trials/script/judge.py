@@ -683,6 +683,10 @@ def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:
     local, whole = facts.get("parameter_bytes_local"), facts.get("parameter_bytes_global")
     if expected.parameter_shards and local and whole:
         yield from _shards_problem(expected.parameter_shards, whole / local)
+    experts, held = facts.get("experts"), facts.get("experts_local")
+    if expected.expert_parallel and experts and held and held * expected.expert_parallel != experts:
+        whole = f"{held} of a layer's {experts} experts"
+        yield f"the candidate requires ep {expected.expert_parallel}, but a rank holds {whole}"
 
 
 def _micro_batches(facts: dict[str, Any]) -> int | None:

@@ -158,6 +158,8 @@ def test_scopes_and_ranks_are_parts_of_the_whole():
     assert predicted(Reported()) == pytest.approx(total.max())
     assert predicted(Reported("last")) == pytest.approx(total[3])
     assert predicted(Reported("first")) == pytest.approx(total[0])
+    needed = predicted(Reported(scope="needed"))
+    assert total.max() - terms["fragmentation"].max() < needed < total.max(), "allocators return cached blocks"
     outside = terms["constant"][0, 0]
     assert predicted(Reported("first", "reserved")) == pytest.approx(total[0] - outside)
     assert predicted(Reported("first", "allocated")) == pytest.approx(total[0] - outside - terms["fragmentation"][0, 0])

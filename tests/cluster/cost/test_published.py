@@ -81,6 +81,13 @@ def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path):
     assert like["micro_batch"] == "", "what the source says stays"
 
 
+def test_a_label_unlike_the_catalogue_means_another_variant(tmp_path):
+    usual, larger = table_of(tmp_path, {"gpu": "H100", "gpu_mem_GB": "80"}, {"gpu": "H100", "gpu_mem_GB": "96"})
+    assert usual.inputs is not None and larger.inputs is not None
+    assert usual.inputs["memory_bytes"] == 85.5e9
+    assert larger.inputs["memory_bytes"] == pytest.approx(1.2 * usual.inputs["memory_bytes"], rel=0.02)
+
+
 def test_evaluation_of_the_small_table():
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")

@@ -28,6 +28,7 @@ from trials.spec import (
     Experts,
     ImageFolderData,
     Kernels,
+    LatentAttention,
     Layout,
     LinearModel,
     LlamaModel,
@@ -214,6 +215,20 @@ def test_split_experts_take_less_memory_and_are_sent_tokens():
     assert split < whole
     terms = step_seconds(x, work_of(x), cost_model().time.coefficients)
     assert terms["expert_parallel"][0] == 0 < terms["expert_parallel"][1]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_narrow_latent_attention_has_fewer_weights_and_its_narrowing_ones_stay_whole(tp):
+    sizes = {"qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "v_head_dim": 128}
+    latents = [LatentAttention(kv_lora_rank=rank, **sizes) for rank in (256, 512)]
+    layout = Layout(tp=tp, tp_engine="local", dp_shard=2, zero_stage=2)
+    workloads = [replace(CANDIDATES_WORKLOAD, model=replace(LLAMA, latent=latent)) for latent in latents]
+    x = inputs_of([(workload, Candidate(layout=layout)) for workload in workloads], CANDIDATES_CLUSTER)
+    narrow, wide = x.attention_params
+    per_rank = LLAMA.num_heads * (96 + 128) / tp + LLAMA.hidden_size + 1  # of the norm
+    assert (wide - narrow) / tp == pytest.approx(256 * per_rank)
+    few, many = cost_model().estimate(x).peak_bytes
+    assert few < many
 
 
 def test_layouts_and_recompute_arrive_per_stage():

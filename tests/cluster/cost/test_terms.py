@@ -15,11 +15,13 @@ from cluster.cost.peak_memory import (
     HABITS,
     KNOWN,
     MAX_HABITS,
+    SOFTWARE,
     Structure,
     distinct_structures,
     log_slopes,
     passes_bytes,
     stage_bytes,
+    structures_of_software,
 )
 from cluster.cost.step_time import HOST_LINK_SHARE, HOST_UPDATES_PER_S, gather_seconds, step_seconds
 from cluster.cost.work import (
@@ -100,6 +102,8 @@ LONG = {"seq_length": 2**18, "recompute": "full"}
         ("activations", {"pp": 4}, {"pp": 4, "num_virtual_stages": 2, "schedule": 2}),
         ("activations", {"pp": 4}, {"pp": 4, "schedule": 0}),
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
+        ("activations", {}, {"loose_norms": 1}),
+        ("workspace", AT_STEP, {"update_bytes": 8, **AT_STEP}),
         ("head", {"tp": 2}, {}),
         ("gathered", {**LONG, "cp": 8}, {**LONG, "cp": 8, "cp_method": 0}),
         ("gathered", {"zero_stage": 3, "pp": 2}, {"zero_stage": 3, "pp": 2, "stays_gathered": 1}),
@@ -368,6 +372,33 @@ def test_experts_are_gathered_from_those_who_hold_the_same():
     assert seconds[0] < seconds[2] < seconds[3]
 
 
+@given(
+    ep=st.sampled_from([2, 4, 8]),
+    top_k=st.integers(1, 4),
+    hidden=st.sampled_from([1024, 4096]),
+    tp=st.sampled_from([1, 2]),
+)
+def test_the_exchange_grows_with_chosen_experts_width_and_ranks(ep, top_k, hidden, tp):
+    shape = {**MIXTRAL, "ep": ep, "experts_per_token": top_k, "hidden": hidden, "tp": tp, "domain_size": 64}
+    shape |= {"whole_experts": float(tp > 1)}
+    x = inputs(*(row(**shape | more) for more in ({}, {"experts_per_token": 2 * top_k}, {"hidden": 2 * hidden})))
+    plain, chosen, wide = exchanged_bytes(x, work_of(x).tokens)[0]
+    assert (chosen, wide) == pytest.approx((2 * plain, 2 * plain))
+    others = ep * tp if tp > 1 else ep
+    assert plain == pytest.approx(
+        float(work_of(x).tokens[0]) / tp * top_k * hidden * x.compute_bytes[0] * (others - 1) / others
+    )
+
+
+def test_more_experts_on_a_rank_take_more_memory_and_whole_ones_repeat_the_router_and_shared_experts():
+    peaks = [figures(**MIXTRAL | {"num_experts": number}, ep=4)[1] for number in (8, 16, 32)]
+    assert peaks == sorted(set(peaks))
+    layout = {**MIXTRAL, "shared_ffn": 4096, "ep": 4, "tp": 2, "sequence_parallel": 1}
+    x = inputs(row(**layout), row(**layout, whole_experts=1), row(**layout | {"shared_ffn": 8192}, whole_experts=1))
+    split, whole, wide = work_of(x).layer_params
+    assert split < whole < wide
+
+
 SHAPED = {"dp_shard": 4, "zero_stage": 3, "tp": 2, "pp": 2, "sequence_parallel": 1, "num_microbatches": 8}
 """A layout in which every habit shows."""
 LESS = {"short gradients", "short states"}
@@ -380,10 +411,12 @@ def peak_bytes(x):
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
 def test_a_habit_moves_the_peak_its_way(habit):
-    """Where logits are no concern they are made one: a large vocabulary, no chunks."""
+    """Where logits are no concern they are made one: a large vocabulary, no chunks; likewise the optimiser step."""
     gradient_bytes = 2 if habit.name == "long gradients" else 4
     vocab = 1_000_000 if "logits" in habit.name else 32_000
-    x = inputs(row(**SHAPED, gradient_bytes=gradient_bytes, vocab=vocab, optimizer_bytes=12, weight_bytes=2))
+    moment = AT_STEP if "updates" in habit.name else {}
+    shape = {**SHAPED, "gradient_bytes": gradient_bytes, "vocab": vocab, "optimizer_bytes": 12, "weight_bytes": 2}
+    x = inputs(row(**shape | moment))
     before, after = float(peak_bytes(x)[0]), float(peak_bytes(habit.change(x))[0])
     assert (after < before) == (habit.name in LESS)
     assert after != before
@@ -415,6 +448,17 @@ def test_structures_are_sets_of_habits_that_may_come_together():
     assert {"long gradients", "short gradients"} not in names
     assert (Structure("as described"),) == KNOWN
     assert KNOWN[0].of(x := varied(3)) is x
+
+
+def test_known_software_moves_the_odds_of_its_habits_only():
+    def odds(name):
+        return {structure.name: structure.probability for structure in structures_of_software(name)}
+
+    assert odds("software of my own") == odds("custom") == {one.name: one.probability for one in FOREIGN}
+    assert odds("transformers")["loose norms"] > odds("custom")["loose norms"] > odds("NeMo/Megatron")["loose norms"]
+    assert odds("transformers").keys() == odds("megatron").keys()
+    names = {habit.name for habit in HABITS}
+    assert all(habits.keys() <= names for habits in SOFTWARE.values())
 
 
 @pytest.mark.parametrize("schedule", [0, 1])

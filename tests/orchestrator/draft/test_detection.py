@@ -79,6 +79,12 @@ PROGRAMS = {
         {BATCH: "--batch", COUNT: "--accum-iter"},
         ["--batch", "{total_micro_batch_size}", "--accum-iter", "{accumulation}"],
     ),
+    "moe": (
+        f"{TORCHRUN} moe.py --ep 1",
+        (16, 2, 4, 2),
+        {BATCH: "--batch-size", COUNT: "--grad-accum", "ep": "--expert-parallel", "dtype": "--dtype"},
+        ["--ep", "{ep}", "--batch-size", "{micro_batch_size}", "--grad-accum", "{accumulation}"],
+    ),
     "agent": ("srun -n 1 python agent.py", (20, 20, 1, 1), {BATCH: "--minibatch-size"}, []),
 }
 
@@ -111,6 +117,9 @@ def test_a_draft_has_the_true_batch_and_the_options_that_act(folder, name):
     assert written["workload"]["run"][2:] == words or not words
     assert ("micro_batch_size" in written["space"]) == (COUNT in proven)
     assert run("plan", "sweep.yaml").exit_code == 0
+    if name == "moe":
+        assert (written["baseline"]["ep"], written["space"]["ep"]) == (1, [1, 2])
+        assert (seen["experts"], seen["experts_per_token"], seen["tokens_per_expert"]) == (4, 2, 64.0)
 
 
 def test_waiting_for_devices_uses_up_no_run_time(folder):

@@ -141,7 +141,7 @@ def test_the_degree_that_splits_experts_is_written_and_read_or_refused(name):
 def test_torchtitan_splits_no_experts_over_replicas():
     candidate = Candidate(layout=Layout(dp_replicate=2, ep=2))
     made = audited(recipe("torchtitan"), candidate, with_experts(EXPERTS["plain"]))
-    assert ["use dp_shard" in note.message for note in made.notes if note.knob == "layout.ep"] == [True]
+    assert ["not split over replicas" in note.message for note in made.notes if note.knob == "layout.ep"] == [True]
 
 
 MIXTURE = Experts(
@@ -403,6 +403,51 @@ def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(nam
 
 def with_layout(**changes):
     return lambda base: commands.canonical(replace(base, layout=replace(base.layout, **changes)))
+
+
+SPLITTING = {  # a command that splits experts over two ranks, what says so, and a layout that its framework refuses
+    "megatron": (
+        {"more": ["--num-experts", "8", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]},
+        "--expert-model-parallel-size {}",
+        {"sequence_parallel": False, "ep": 4},
+    ),
+    "torchtitan": ({}, "--parallelism.expert_parallel_degree {}", {"dp_replicate": 4, "dp_shard": 1, "ep": 4}),
+    "mindformers": ({}, "expert_parallel: {}", {"ep": 4}),
+    "paddlenlp": ({"more": ["--expert_parallel_degree=2"]}, "--expert_parallel_degree={}", {"ep": 8}),
+}
+
+
+def splitting(name):
+    """The command of a framework with a model whose experts are split over two ranks."""
+    given, spelling, refused = SPLITTING[name]
+    more, files = list(given.get("more", ())), {}
+    if name == "torchtitan":
+        more = spelling.format(2).split()
+    elif name == "mindformers":
+        known = "parallel_config:\n"
+        text = commands.MINDFORMERS_CONFIG.replace(known, f"{known}  expert_parallel: 2\n")
+        text = text.replace("  model_config:\n", "  model_config:\n    type: LlamaConfig\n")
+        files = {"config": f"{text}moe_config:\n  expert_num: 8\n  use_gmm: True\n"}
+    elif name == "paddlenlp":
+        files = {"model_config": json.dumps({"model_type": "deepseek_v2", "n_routed_experts": 8})}
+    run = commands.program(name, files=files)
+    at = next((at for at, word in enumerate(run.argv) if word.startswith("activation")), len(run.argv))
+    return replace(run, argv=(*run.argv[:at], *more, *run.argv[at:])), spelling, refused
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_the_degree_that_splits_experts_is_read_from_commands_and_changed_in_them(name):
+    known, (run, spelling, refused) = training(name), splitting(name)
+    base = as_it_stands(run, name)
+    assert base.layout.ep == 2
+    for degree in (1, 2):
+        candidate = with_layout(ep=degree)(base)
+        laid = known.overlay(run, request_for(run, name, candidate))
+        assert errors(laid) == set()
+        text = " ".join((*laid.argv, *laid.files.values()))
+        assert spelling.format(degree) in text
+        assert differing(run_of(laid, run), name, candidate) == set()
+    assert "layout.ep" in errors(known.overlay(run, request_for(run, name, with_layout(**refused)(base))))
 
 
 @pytest.mark.parametrize(

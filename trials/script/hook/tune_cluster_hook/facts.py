@@ -15,7 +15,7 @@ from typing import Any, Callable, Mapping
 from .collective_calls import Buckets
 from .compiler import COMPILER, before_compile
 from .memory_parts import MEMORY
-from .model_facts import input_facts, model_facts
+from .model_facts import EXPERTS, input_facts, is_of_experts, model_facts
 from .operator_inspector import OperatorInspector
 from .roots import compiled_call, in_backward
 from .steps import STEPS, accelerator, emit, guarded
@@ -189,6 +189,20 @@ def linears(root: Any) -> list[Any]:
     return [module for module in root.modules() if "Linear" in type(module).__name__][:MAX_LEAVES]
 
 
+def routers(root: Any) -> list[Any]:
+    """Return the modules that choose experts for tokens, or receive the choice; parts of these are left out."""
+    found: list[Any] = []
+    inner: set[int] = set()
+    for module in root.modules():
+        if id(module) in inner:
+            continue
+        is_router = "Router" in type(module).__name__ and any(hasattr(module, name) for name in EXPERTS)
+        if is_router or is_of_experts(module):
+            found.append(module)
+            inner.update(map(id, module.modules()))
+    return found[: 2 * MAX_LAYERS]
+
+
 # ---- Observations in the first steps
 
 STEPS_SEEN = 1
@@ -228,6 +242,8 @@ class Facts:
         self._spine: list[Calls] = []
         self._layers: list[list[Calls]] = []
         self._dtype: str | None = None
+        self._loads: list[tuple[float, float]] = []
+        """Mean number of tokens per expert, and that of the busiest one, of each routed batch."""
         self._reported: dict[str, Any] = {}
         self._compiled = False
         self._steps = self._ends = 0
@@ -271,6 +287,8 @@ class Facts:
                 self._on_forward(part, calls)
         for linear in linears(root):
             self._handles.append(linear.register_forward_hook(self._saw_output))
+        for router in routers(root):
+            self._handles.append(router.register_forward_hook(self._saw_routing))
 
     def step_ended(self, source: str) -> None:
         """Report news after an optimiser step. The next step's clock starts after that."""
@@ -333,7 +351,10 @@ class Facts:
         wrappers = [type(module).__name__ for module in spine(self.root)]
         wrapper = next((name for name in wrappers if name in WRAPPERS), None)
         shown = {} if wrapper is None else {"wrapper": wrapper}
-        return {**facts(self.root), **shown, **model_facts(self.root), "is_compiled": int(self._compiled)}
+        sizes, parts = facts(self.root), model_facts(self.root)
+        if parts.get("experts_local", 0) < parts.get("experts", 0):
+            sizes = {"parameter_bytes_local": sizes["parameter_bytes_local"]}
+        return {**sizes, **shown, **parts, "is_compiled": int(self._compiled)}
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -373,6 +394,15 @@ class Facts:
         if self._dtype is None and tensor is not None and module.training:
             self._dtype = str(tensor.dtype).rpartition(".")[2]
 
+    @guarded("routing")
+    def _saw_routing(self, module: Any, args: Any, output: Any) -> None:
+        experts = int(self._reported.get("experts") or model_facts(self.root).get("experts", 0))
+        if not module.training or in_backward() or not experts:
+            return
+        counts = _tokens_by_expert((args, output), experts)
+        if counts is not None and sum(counts):
+            self._loads.append((sum(counts) / len(counts), float(max(counts))))
+
     def _of_calls(self) -> dict[str, Any]:
         """Return facts from the calls of this step; empty before the model was called."""
         found: dict[str, Any] = {}
@@ -386,6 +416,10 @@ class Facts:
         found.update(self._of_layers())
         if self._dtype is not None:
             found["dtype"] = self._dtype
+        if self._loads:
+            found["tokens_per_expert"] = round(sum(mean for mean, _ in self._loads) / len(self._loads), 3)
+            found["busiest_expert"] = round(max(most / mean for mean, most in self._loads), 3)
+            self._loads.clear()
         for calls in self._spine + [calls for layer in self._layers for calls in layer]:
             calls.clear()
         return found
@@ -401,6 +435,19 @@ class Facts:
             return {}
         again = sum(ratio > 1 for ratio in ran)
         return {"layer_calls_per_forward": round(max(ran), 3), "layers": len(ran), "layers_recomputed": again}
+
+
+def _tokens_by_expert(value: Any, experts: int, depth: int = 3) -> Any:
+    """Return the tokens of each expert, from the first chosen experts (integers) or map of chosen ones (truth values)
+    of a router; None if there are none."""
+    if hasattr(value, "dim") and hasattr(value, "dtype"):
+        kind, is_choice = str(value.dtype), value.dim() == 2 and value.shape[1] <= experts
+        if is_choice and kind == "torch.int64":
+            return value.flatten().bincount(minlength=experts).tolist()
+        return value.sum(0).tolist() if is_choice and kind == "torch.bool" and value.shape[1] == experts else None
+    items = value if depth and isinstance(value, (list, tuple)) else ()
+    found = (_tokens_by_expert(item, experts, depth - 1) for item in items)
+    return next((counts for counts in found if counts is not None), None)
 
 
 def _first_tensor(value: Any, depth: int = 3) -> Any:

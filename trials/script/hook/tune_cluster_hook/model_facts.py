@@ -1,4 +1,4 @@
-"""Reads facts from a model's module tree: layers, widths, heads, vocabulary; only those that are certain."""
+"""Reads facts from a model's module tree: layers, widths, heads, vocabulary, experts; only those that are certain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any, Iterator
 
 HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads")
 """Names of attention modules' attributes with the number of heads."""
-MIN_VOCABULARY = 2
+MIN_VOCABULARY = MIN_EXPERTS = 2
+EXPERTS = ("num_experts", "n_routed_experts", "n_experts")
+"""Names of attributes with the number of experts of a layer; modules that hold a part of them may count only that."""
+CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "topk")
+"""Names of attributes with the number of experts per token."""
 
 
 def model_facts(root: Any) -> dict[str, int]:
@@ -20,8 +24,46 @@ def model_facts(root: Any) -> dict[str, int]:
     heads = set(_heads(modules))
     if len(heads) == 1:
         found["heads"] = heads.pop()
+    found.update(_experts(modules))
     batch_norms = sum(map(_is_batch_norm, modules))
     return {**found, "batch_norms": batch_norms} if batch_norms else found
+
+
+def _experts(modules: list[Any]) -> dict[str, int]:
+    """Return the experts of a layer, the number that this rank holds, and the number that a token is sent to."""
+    counts = [count for module in modules for count in _whole(module, EXPERTS)]
+    if not counts or max(counts) < MIN_EXPERTS:
+        return {}
+    found = {"experts": max(counts)}
+    held = {count for module in modules for count in _held(module) if count <= found["experts"]}
+    if len(held) == 1:
+        found["experts_local"] = held.pop()
+    chosen = {count for module in modules if any(_whole(module, EXPERTS)) for count in _whole(module, CHOSEN)}
+    if len(chosen) == 1:
+        found["experts_per_token"] = chosen.pop()
+    return found
+
+
+def _whole(module: Any, names: tuple[str, ...]) -> list[int]:
+    return [value for name in names if type(value := getattr(module, name, None)) is int and value > 0]
+
+
+def _held(module: Any) -> Iterator[int]:
+    """Yield the number of experts whose weights a module holds: matrices of equal size in one tensor, or a list of
+    modules. Marked shards are left out, as they may be gathered for the forward pass."""
+    if is_of_experts(module):
+        matrices = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if matrices and all(hasattr(one, "_local_tensor") or hasattr(one, "ds_numel") for one in matrices):
+            return
+        yield from {int(one.shape[0]) for one in matrices if one.dim() == 3}
+    for name, child in module._modules.items():
+        if "experts" in name and type(child).__name__ == "ModuleList":
+            yield len(child)
+
+
+def is_of_experts(module: Any) -> bool:
+    """Whether a module is the experts of a layer, by the name of its class."""
+    return "Experts" in type(module).__name__
 
 
 def _embedding(module: Any) -> tuple[int, int] | None:
