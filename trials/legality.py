@@ -592,17 +592,11 @@ def _keep_fp32(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _fp8_gather(_workload: Workload, candidate: Candidate) -> str | None:
-    """The local engine of tensor parallelism has modules of its own, whose weights FSDP does not cast."""
     precision, layout = candidate.precision, candidate.layout
-    if not precision.fp8_gather:
+    gathers = layout.zero_stage >= 2 and layout.dp_shard * layout.cp > 1
+    if not precision.fp8_gather or (precision.is_fp8 and gathers and (layout.tp == 1 or layout.tp_engine == "dtensor")):
         return None
-    if not precision.is_fp8:
-        return f"fp8_gather requires level O1-fp8 or O2-fp8, not {precision.level}"
-    if layout.zero_stage < 2 or layout.dp_shard * layout.cp == 1:
-        return "fp8_gather requires ZeRO stage 2 or 3 on more than one rank, which gather weights"
-    if layout.tp > 1 and layout.tp_engine == "local":
-        return "fp8_gather requires tp_engine dtensor"
-    return None
+    return "fp8_gather requires O1-fp8 or O2-fp8, ZeRO stage 2 or 3 on more than one rank, and tp_engine dtensor"
 
 
 def _loader(_workload: Workload, candidate: Candidate) -> str | None:
@@ -733,13 +727,10 @@ def _dtype(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _model(workload: Workload, candidate: Candidate) -> str | None:
-    precision = candidate.precision
-    if not precision.is_fp8 or not isinstance(workload.model, ResNetModel):
+    level, base = candidate.precision.level, candidate.precision.base
+    if not candidate.precision.is_fp8 or not isinstance(workload.model, ResNetModel):
         return None
-    return (
-        f"precision {precision.level} requires linear modules, which the layers of model kind resnet do not have; use "
-        f"{precision.base}"
-    )
+    return f"precision {level} requires linear modules, which the layers of model kind resnet do not have; use {base}"
 
 
 def _sizes(workload: Workload, candidate: Candidate) -> str | None:
@@ -750,8 +741,7 @@ def _sizes(workload: Workload, candidate: Candidate) -> str | None:
     odd = next(((name, size) for name, size in _sides(workload, tp) if size % (MULTIPLE * tp)), None)
     if odd is None:
         return None
-    name, size = odd
-    each = f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    (name, size), each = odd, f" on each of {tp} tensor-parallel ranks" if tp > 1 else ""
     return f"precision {precision.level}: {name} {size} is not divisible by {MULTIPLE}{each}; use {precision.base}"
 
 
