@@ -292,8 +292,8 @@ HEADS = ("output", "fc")
 
 
 def wide_modules(model: nn.Module, precision: Precision) -> list[nn.Module]:
-    """Return the outermost modules whose full path a pattern of ``precision.keep_fp32`` matches. Containers are not
-    called, so they do not count."""
+    """Return the outermost modules of which a pattern of ``precision.keep_fp32`` matches the full path or the name of
+    the class. Containers are not called, so they do not count."""
     patterns = [re.compile(pattern) for pattern in precision.keep_fp32]
     return list(_outermost(model, "", patterns)) if patterns else []
 
@@ -301,8 +301,9 @@ def wide_modules(model: nn.Module, precision: Precision) -> list[nn.Module]:
 def _outermost(module: nn.Module, prefix: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
+        names = (path, type(child).__name__.removeprefix("FSDP"))  # FSDP2 prepends this to the names of classes
         is_called = not isinstance(child, nn.ModuleDict | nn.ModuleList)
-        if is_called and any(pattern.fullmatch(path) for pattern in patterns):
+        if is_called and any(pattern.fullmatch(one) for pattern in patterns for one in names):
             yield child
         else:
             yield from _outermost(child, f"{path}.", patterns)

@@ -502,8 +502,8 @@ class Precision:
 
     ``loss_scale`` is set exactly when ``dtype`` is float16. ``white`` and ``black`` name operators (as in
     ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits or in fp32, overriding autocast's own
-    lists. ``keep_fp32`` has patterns of module paths (``layers\\.0``, ``.*norm``, ``output``): under O2, these modules
-    keep fp32 weights and compute in fp32.
+    lists. ``keep_fp32`` has patterns of module paths (``layers\\.0``, ``.*norm``, ``output``) or names of their classes
+    (``LayerNorm``): under O2, these modules keep fp32 weights and compute in fp32.
     """
 
     level: Literal["O0", "O1", "O1-fp8", "O2", "O2-fp8"] = "O0"

@@ -597,8 +597,8 @@ class PrecisionSection(Section):
     )
     keep_fp32: ModulePatterns = Field(
         default=(),
-        description="Patterns for the paths of modules whose weights and computation `O2` keeps in fp32, such as "
-        "`.*norm`.",
+        description="Patterns for the paths or classes of modules whose weights and computation `O2` keeps in fp32, "
+        "such as `.*norm` or `LayerNorm`.",
     )
     fp8_gather: bool = Field(
         default=False,

@@ -145,7 +145,7 @@ def matrix():
             layout, workload=WIDE, num_microbatches=2, precision=Precision(level="O2-fp8", dtype="bfloat16")
         )
         specs[f"{name}/O2-fp8"] = dataclasses.replace(spec, protocol=THREE_STEPS)
-    wide = Precision(level="O2", dtype="bfloat16", keep_fp32=(r"layers\.0", ".*norm", "output"))
+    wide = Precision(level="O2", dtype="bfloat16", keep_fp32=(r"layers\.0", "RMSNorm", "output"))
     for name, layout in KEPT.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=2, precision=wide)
         specs[f"{name}/keep-fp32"] = dataclasses.replace(spec, protocol=THREE_STEPS)

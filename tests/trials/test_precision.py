@@ -440,9 +440,9 @@ def matmuls(precision):
     return seen, {name: parameter.grad.dtype for name, parameter in part.model.named_parameters()}
 
 
-@pytest.mark.parametrize("level", ["O2", "O2-fp8"])
-def test_modules_kept_in_fp32_store_and_compute_in_it_and_others_do_not(level):
-    patterns = (r"layers\.0", ".*norm", "output")
+@pytest.mark.parametrize(("level", "norms"), [("O2", ".*norm"), ("O2", "RMSNorm"), ("O2-fp8", ".*norm")])
+def test_modules_kept_in_fp32_store_and_compute_in_it_and_others_do_not(level, norms):
+    patterns = (r"layers\.0", norms, "output")
     seen, gradients = matmuls(Precision(level=level, dtype="bfloat16", keep_fp32=patterns))
     in_first = {path for path in seen if path.startswith("layers.0.")}
     assert len(in_first) == 4 and "output" in seen
