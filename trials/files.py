@@ -355,41 +355,40 @@ def _quick_tuple_decoder(cls: Any, item: Any) -> _Decode:
 
 
 def _quick_dataclass_decoder(cls: Any) -> _Decode:
-    """Return a function that is written on its first use: a class may contain itself, or name later classes."""
-    written = functools.cache(lambda: _written_decoder(cls))
-    return lambda data: written()(data)
+    """Return a function that reads the fields' types on its first use: a class may contain itself, or name later
+    classes."""
+    fields_of = functools.cache(lambda: _quick_fields(cls))
+    has_kind = any(field.name == "kind" for field in dataclasses.fields(cls))
 
+    def decode(data: Any) -> Any:
+        if data.__class__ is not dict:
+            raise _MismatchError
+        values = {}
+        for name, is_optional, plain, decode_field in fields_of():
+            if is_optional and name not in data:
+                continue
+            value = data[name]
+            values[name] = value if value.__class__ is plain else decode_field(value)
+        if len(values) + (not has_kind and "kind" in data) != len(data):
+            raise _MismatchError
+        return cls(**values)
 
-def _written_decoder(cls: Any) -> _Decode:
-    """Return a function written for this dataclass, without loops over its fields."""
-    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
-    names: dict[str, Any] = {"cls": cls, "missing": dataclasses.MISSING, "mismatch": _MismatchError}
-    lines = ["def decode(data):", " if data.__class__ is not dict: raise mismatch", " num = len(data)"]
-    for i, field in enumerate(fields):
-        value, hint = f"v{i}", hints[field.name]
-        names[f"decode{i}"] = _quick_decoder(hint)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            lines.append(f" {value} = data[{field.name!r}]")
-            indent = " "
-        else:
-            has_factory = field.default_factory is not dataclasses.MISSING
-            names[f"default{i}"] = field.default_factory if has_factory else field.default
-            lines += [f" {value} = data.get({field.name!r}, missing)", f" if {value} is missing:"]
-            lines += [f"  {value} = default{i}{'()' if has_factory else ''}", "  num += 1", " else:"]
-            indent = "  "
-        if hint in (int, float, str, bool):
-            lines.append(f"{indent}if {value}.__class__ is not {hint.__name__}: {value} = decode{i}({value})")
-        elif typing.get_origin(hint) is Literal and all(isinstance(word, str) for word in typing.get_args(hint)):
-            names[f"words{i}"] = frozenset(typing.get_args(hint))
-            lines.append(f"{indent}if {value} not in words{i}: {value} = decode{i}({value})")
-        else:
-            lines.append(f"{indent}{value} = decode{i}({value})")
-    kind = "" if any(field.name == "kind" for field in fields) else " + ('kind' in data)"
-    lines.append(f" if num != {len(fields)}{kind}: raise mismatch")
-    lines.append(f" return cls({', '.join(f'{field.name}=v{i}' for i, field in enumerate(fields))})")
-    exec("\n".join(lines), names)  # from the names of fields alone
-    decode: _Decode = names["decode"]
     return decode
+
+
+def _quick_fields(cls: Any) -> tuple[tuple[str, bool, type | None, _Decode], ...]:
+    """Return for each field its name, whether it has a default, the class of values that stay as they are, and the
+    function for others."""
+    hints = typing.get_type_hints(cls)
+    return tuple(
+        (
+            field.name,
+            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING,
+            hints[field.name] if hints[field.name] in (int, float, str, bool) else None,
+            _quick_decoder(hints[field.name]),
+        )
+        for field in dataclasses.fields(cls)
+    )
 
 
 @functools.cache

@@ -29,7 +29,17 @@ from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
 from trials.legality import has_experts
 from trials.outcome import OutOfMemory
-from trials.spec import Candidate, LlamaModel, PythonModel, ResNetModel, ScriptModel, UserModel, Workload, decoder_of
+from trials.spec import (
+    Candidate,
+    LlamaModel,
+    Model,
+    PythonModel,
+    ResNetModel,
+    ScriptModel,
+    UserModel,
+    Workload,
+    decoder_of,
+)
 
 # Predictions of the cost model for a sweep's candidates, corrected by its trials, as used by the guided search.
 
@@ -366,6 +376,12 @@ class Remedies:
     """Why there is no best one; empty if there is."""
 
 
+def _can_split_experts(model: Model) -> bool:
+    if not isinstance(model, ScriptModel):
+        return has_experts(model)
+    return has_experts(model.shape) if model.shape is not None else any("{ep}" in word for word in model.run)
+
+
 def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[str, ...]:
     """Knobs that help against ``kind`` and have an effect on this candidate."""
     is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
@@ -375,7 +391,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
         pointless |= {"sequence_parallel", "cp", "shard_embedding"}
         pointless |= {"attention"} if decoder_of(workload.model) is None else set()
         pointless |= set() if isinstance(workload.model, UserModel) else {"tp", "pp"}
-    pointless |= set() if has_experts(workload.model) or isinstance(workload.model, ScriptModel) else {"ep"}
+    pointless |= set() if _can_split_experts(workload.model) else {"ep"}
     pointless |= set() if isinstance(workload.model, ScriptModel) and candidate.layout.dp > 1 else set(IN_DDP)
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
