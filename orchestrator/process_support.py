@@ -109,7 +109,7 @@ REPEATED_S = 2.0
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause the garbage collector in the context. It would search millions of objects again and again that stay."""
+    """Pause the garbage collector: it would traverse millions of objects that stay alive, again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -309,7 +309,7 @@ def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode
     return decoded
 
 
-# The same several times as fast, for ledgers with millions of values. A value accepted here has the same result as
+# The same, faster, for ledgers with millions of values. A value accepted here has the same result as
 # above; errors only say that it needs to be decoded as above.
 
 

@@ -278,8 +278,8 @@ def _other(argv: tuple[str, ...], option: ScriptOption, role: str, facts: Script
 
 
 def expert_parallel_degrees(present: int, ranks: int, facts: ScriptFacts) -> list[int]:
-    """Today's degree, then all others that divide the ranks and the experts of a layer; empty unless a run has shown
-    that today's splits the experts."""
+    """Return the present degree, then all others that divide the ranks and the experts of a layer; none unless a run
+    has shown that the present one splits the experts."""
     experts = facts.experts or 0
     if facts.experts_local is None or facts.experts_local * present != experts:
         return []

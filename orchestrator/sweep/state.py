@@ -551,7 +551,7 @@ class SweepState:
 
 
 def updated(state: SweepState, **changes: Any) -> SweepState:
-    """Same as :func:`dataclasses.replace`, several times as fast: the fold does this for every event."""
+    """Same as :func:`dataclasses.replace`, but faster: the fold calls it for every event."""
     found = object.__new__(SweepState)
     vars(found).update(vars(state), **changes)
     assert len(vars(found)) == len(vars(state)), f"unknown fields among {', '.join(changes)}"
