@@ -56,8 +56,9 @@ WIDER = {"num_workers": [0, 1, 2, 3, 4, 6, 8, 12], "prefetch_factor": [1, 2, 4]}
 """Knobs of the simulated sweep, so that it has more than 100,000 legal candidates."""
 FAULT_EVERY_S = 60.0
 FAULTS_PER_CONTROLLER = 10
-READING_EVERY = 5
-"""Samples from one with the costs of reading to the next: reading takes CPU time from the sweep."""
+READING_EVERY = 1.5
+"""Factor in the number of trials from one sample with the costs of reading to the next: reading takes CPU time from
+the sweep."""
 TITLES = {
     "rss_mib": "memory of the controller, MiB",
     "descriptors": "open descriptors of the controller",
@@ -75,6 +76,7 @@ class Sample:
 
     at_s: float
     trials: int
+    faults: int
     rss_mib: float
     descriptors: int
     processes: int
@@ -91,9 +93,12 @@ class Watcher:
         self.home = folder / "home"
         self.name = name
         self.samples: list[Sample] = []
+        self.faults = 0
         self._out = out
         self._page = folder / "page.html"
         self._began_s = time.monotonic()
+        self._next_reading = 1000.0
+        """Number of trials from which the costs of reading are due."""
 
     def num_trials(self) -> int:
         try:
@@ -101,7 +106,7 @@ class Watcher:
         except ConfigError:  # not begun
             return 0
 
-    def look(self, pid: int, *, with_reading: bool = True) -> None:
+    def look(self, pid: int) -> None:
         """Add a sample; none if the process ends meanwhile."""
         try:
             memory = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -109,15 +114,19 @@ class Watcher:
         except FileNotFoundError:
             return
         ledgers = (self.home / "sweeps" / self.name).glob("ledger.sqlite*")
+        num_trials = self.num_trials()
         sample = Sample(
             at_s=time.monotonic() - self._began_s,
-            trials=self.num_trials(),
+            trials=num_trials,
+            faults=self.faults,
             rss_mib=memory / 2**20,
             descriptors=descriptors,
             processes=1 + len(descendants(pid)),
             ledger_mib=sum(path.stat().st_size for path in ledgers) / 2**20,
-            **(self._reading() if with_reading else {}),
+            **(self._reading() if num_trials >= self._next_reading else {}),
         )
+        if sample.status_s is not None:
+            self._next_reading = READING_EVERY * num_trials
         self.samples.append(sample)
         self._out.write_text(json.dumps([asdict(one) for one in self.samples]), encoding="utf-8")
         print(json.dumps(asdict(sample)), file=sys.stderr, flush=True)
@@ -151,7 +160,7 @@ def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
         number = 1
         while process.poll() is None:
             if watcher.num_trials() >= number * args.every:
-                watcher.look(process.pid, with_reading=number % READING_EVERY == 0)
+                watcher.look(process.pid)
                 number = 1 + watcher.samples[-1].trials // args.every
             time.sleep(5.0)
     if process.returncode:
@@ -159,35 +168,44 @@ def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
 
 
 def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
-    """A real sweep for so many minutes, with a fault every minute and a sample before each."""
+    """A real sweep for so many minutes, with a sample and a fault a minute after the sweep went on from the last one."""
     (folder / "growth.yaml").write_text(json.dumps(REAL), encoding="utf-8")
-    began_s = time.monotonic()
+    end_s = time.monotonic() + 60 * args.minutes
     process = submitted(folder)
     try:
-        for number in range(1, 1 + int(60 * args.minutes / FAULT_EVERY_S)):
-            time.sleep(max(0.0, began_s + number * FAULT_EVERY_S - time.monotonic()))
+        while time.monotonic() < end_s:
+            time.sleep(FAULT_EVERY_S)
             if process.poll() is not None:
                 shown = (folder / "shown").read_text(encoding="utf-8")[-2000:]
                 raise RuntimeError(f"the sweep ended by itself with {process.returncode}: {shown}")
-            watcher.look(process.pid, with_reading=number % READING_EVERY == 0)
-            if number % FAULTS_PER_CONTROLLER == 0:
+            watcher.look(process.pid)
+            if (watcher.faults + 1) % FAULTS_PER_CONTROLLER == 0:
                 process.kill()
                 process.wait()
-                num_before = watcher.num_trials()
                 process = submitted(folder)
-                while process.poll() is None and watcher.num_trials() <= num_before + 2:
-                    time.sleep(1.0)
-            else:
-                kill_a_rank(process.pid)
+            elif not kill_a_rank(process.pid):
+                continue
+            watcher.faults += 1
+            await_progress(watcher, process)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
 
 
-def kill_a_rank(controller_pid: int) -> None:
-    """Kill the youngest process of the sweep."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(descendants(controller_pid)[-1], signal.SIGKILL)
+def await_progress(watcher: Watcher, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the sweep has begun more trials than were running at the fault."""
+    num_before = watcher.num_trials()
+    while process.poll() is None and watcher.num_trials() <= num_before + REAL["search"]["max_concurrent"]:
+        time.sleep(1.0)
+
+
+def kill_a_rank(controller_pid: int) -> bool:
+    """Kill the youngest process of the sweep; False if there is none at the moment."""
+    for pid in reversed(descendants(controller_pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
 
 
 def submitted(folder: Path) -> subprocess.Popen[bytes]:
