@@ -127,7 +127,8 @@ class CandidateTable(Sequence[Candidate]):
 
     def followed_by(self, others: Sequence[Candidate]) -> CandidateTable:
         """Return this table with those of ``others`` appended that it lacks."""
-        new = tuple(other for other in dict.fromkeys(others) if other not in self)
+        listed = tuple(dict.fromkeys(others))
+        new = [listed[i] for i in np.flatnonzero(CandidateTable.of(listed).rows_in(self) < 0).tolist()]
         if not new:
             return self
         values, codes = {}, {}

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ _MAX_EFFECT = 50.0
 _NUM_DRAWS = 4000
 # With fewer samples, the range of the resampled medians covers less than 95%, so Student's t of the logarithms is used.
 _MIN_TO_RESAMPLE = 5
+_MAX_KEPT = 16
+"""Largest number of samples whose random draws are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +74,19 @@ def median(samples: Sequence[float], resolution: float = 0.0) -> Estimate:
     Percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13) with a fixed seed, so
     the same samples always give the same interval.
     """
-    draws = _median_draws(tuple(samples), 0, resolution)
-    return Estimate(float(np.median(samples)), _central95(draws) if draws is not None else None)
+    return _median(tuple(samples), resolution)
 
 
 @lru_cache(maxsize=4096)
-def _slowest_likely_s(samples: tuple[float, ...], resolution: float) -> float:
-    found = median(samples, resolution)
-    return found.ci95.high if found.ci95 else found.value
+def _median(samples: tuple[float, ...], resolution: float) -> Estimate:
+    draws = _median_draws(samples, 0, resolution)
+    return Estimate(float(np.median(samples)), _central95(draws) if draws is not None else None)
 
 
 def slowest_likely_step_s(measurement: Measurement) -> float:
     """Upper end of the interval of its step time; the step time itself for a single step."""
-    return _slowest_likely_s(measurement.counted_step_times_s, measurement.step_time_resolution_s)
+    found = median(measurement.counted_step_times_s, measurement.step_time_resolution_s)
+    return found.ci95.high if found.ci95 else found.value
 
 
 def speed(measurement: Measurement, objective: Objective) -> Estimate:
@@ -131,30 +133,53 @@ def verdict(ratio: Estimate) -> SpeedVerdict:
     return "tie"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def _median_draws(samples: tuple[float, ...], seed: int, resolution: float = 0.0) -> NDArray[np.float64] | None:
     """Draws from the distribution of the median's estimate, shape (num_draws,); None for a single sample.
 
-    Rounding may hide up to half the resolution, in the worst case equally in all samples.
+    Rounding may hide up to half the resolution, in the worst case equally in all samples. An entry of the cache takes
+    32 KB.
     """
     if len(samples) < 2:
         return None
-    rng = np.random.default_rng(seed)
-    draws = _exact_median_draws(samples, rng)
-    if not resolution:
-        return draws
-    shifts = rng.permutation(np.linspace(-0.5, 0.5, _NUM_DRAWS)) * resolution / 0.95  # 95% of them span one resolution
-    return np.asarray(np.maximum(draws + shifts, 0.1 * draws))
-
-
-def _exact_median_draws(samples: tuple[float, ...], rng: np.random.Generator) -> NDArray[np.float64]:
     values = np.asarray(samples, dtype=np.float64)
-    if len(values) >= _MIN_TO_RESAMPLE:
-        return np.asarray(np.median(rng.choice(values, size=(_NUM_DRAWS, len(values))), axis=1))
+    drawn, shifts = (_drawn_once if len(values) <= _MAX_KEPT else _drawn)(len(values), seed)
+    draws = _medians(values, drawn) if len(values) >= _MIN_TO_RESAMPLE else _likely_medians(values, drawn)
+    return draws if not resolution else np.asarray(np.maximum(draws + shifts * resolution / 0.95, 0.1 * draws))
+
+
+def _drawn(num: int, seed: int) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """The random part of the draws of ``num`` samples: the samples that are drawn, shape (num_draws, num), or for few
+    samples Student's t, shape (num_draws,); and rounding errors in units of the resolution."""
+    rng = np.random.default_rng(seed)
+    if num >= _MIN_TO_RESAMPLE:
+        kind = np.uint8 if num <= _MAX_KEPT else np.intp
+        drawn = rng.choice(np.arange(num, dtype=kind), size=(_NUM_DRAWS, num))
+    else:
+        drawn = rng.standard_t(num - 1, size=_NUM_DRAWS)
+    return drawn, rng.permutation(np.linspace(-0.5, 0.5, _NUM_DRAWS))
+
+
+_drawn_once = lru_cache(maxsize=32)(_drawn)
+
+
+def _medians(values: NDArray[np.float64], drawn: NDArray[Any]) -> NDArray[np.float64]:
+    """The median of each row of drawn samples."""
+    if len(values) > _MAX_KEPT:
+        return np.asarray(np.median(values[drawn], axis=1))
+    order = np.argsort(values)
+    ranks = np.empty(len(values), dtype=np.uint8)  # sorts faster than the values
+    ranks[order] = np.arange(len(values))
+    rows = np.sort(ranks[drawn], axis=1)
+    middle = len(values) // 2
+    upper = values[order][rows[:, middle]]
+    return upper if len(values) % 2 else np.asarray((values[order][rows[:, middle - 1]] + upper) / 2)
+
+
+def _likely_medians(values: NDArray[np.float64], drawn: NDArray[np.float64]) -> NDArray[np.float64]:
     logs = np.log(values)
     standard_error = logs.std(ddof=1) / np.sqrt(len(logs))
-    shifts = standard_error * rng.standard_t(len(logs) - 1, size=_NUM_DRAWS)
-    return np.asarray(np.median(values) * np.exp(np.clip(shifts, -50.0, 50.0)))
+    return np.asarray(np.median(values) * np.exp(np.clip(standard_error * drawn, -50.0, 50.0)))
 
 
 def _central95(draws: NDArray[np.float64]) -> Interval:

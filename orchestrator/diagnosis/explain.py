@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
+from cluster.candidate_table import CandidateTable
 from cluster.hardware.topology import Node, Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.diagnosis.advice import Observed, advise
@@ -78,8 +79,9 @@ def explain_sweep(
     named = [t for t in (baseline, chosen) if t is not None]
     searched = state.searched()
     kept = sample(searched, named, state)
-    legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in searched)]))
-    near = {t.number: _changes(t, legal, state, basis) for t in named}
+    tried = {trial.candidate: trial for trial in searched}
+    legal = CandidateTable.of(basis.candidates).followed_by(tuple(tried))
+    near = {t.number: _changes(t, legal, tried, state, basis) for t in named}
     view, unmodelled = _view(state, basis, kept, [c.candidate for found in near.values() for c in found])
     effects = main_effects(tabulate(kept, state.objective), state.objective)
     diagnoser = _Diagnoser(state, basis, view, unmodelled, effects, _varied(basis, kept))
@@ -140,12 +142,15 @@ def _measured(state: SweepState, number: int) -> Trial:
     return trial
 
 
-def _changes(trial: Trial, legal: Sequence[Candidate], state: SweepState, basis: Basis) -> list[KnobChange]:
+def _changes(
+    trial: Trial, legal: CandidateTable, tried: Mapping[Candidate, Trial], state: SweepState, basis: Basis
+) -> list[KnobChange]:
     """Legal changes of a trial: among the plan's candidates, the tried ones, and its neighbours if the space is too
     large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
-    candidates = tuple(dict.fromkeys([*legal, *near])) if near else legal
-    return changes(trial, candidates, state.searched(), state.objective, _confirmed(state), roles=basis.roles)
+    return changes(
+        trial, legal.followed_by(near), tried, state.objective, _confirmed(state), roles=basis.roles
+    )
 
 
 def _confirmed(state: SweepState) -> dict[int, ConfirmedRatio]:

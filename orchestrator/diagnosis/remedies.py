@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.candidate_table import FIELDS, CandidateTable
 from cluster.cost.cost_model import Calibrated, CostModel, fit
 from cluster.cost.inputs import Array, CostInputs, load_prior
 from cluster.cost.step_time import stage_seconds
@@ -219,13 +220,15 @@ MAX_TRIALS = 1000
 """Maximum number of trials in the sample; smaller sweeps are used in full."""
 SHARE_ALIKE = 0.4
 """Share of the sample that is most similar to the diagnosed trials; the rest is spread evenly over the sweep."""
-PARTS = ("layout", "micro_batch_size", "recompute", "precision", "offload", "loader", "kernels", "own")
-"""Parts of a candidate."""
 
 
-def num_parts(one: Candidate, other: Candidate) -> int:
-    """Number of parts in which two candidates differ; cheap, unlike a comparison of all knobs."""
-    return sum(getattr(one, name) != getattr(other, name) for name in PARTS)
+def num_parts(candidates: CandidateTable, other: Candidate) -> NDArray[np.int64]:
+    """Number of parts in which each candidate differs from ``other``; cheap, unlike a comparison of all knobs."""
+    differing = np.zeros(len(candidates), dtype=np.int64)
+    for name in FIELDS:
+        values = np.array([value != getattr(other, name) for value in candidates.values[name]], dtype=bool)
+        differing += values[candidates.codes[name]]
+    return differing
 
 
 def sample(searched: Sequence[Trial], named: Sequence[Trial], state: SweepState) -> list[Trial]:
@@ -248,10 +251,11 @@ def spread(candidates: Sequence[Candidate], most: int) -> Sequence[Candidate]:
 
 def _alike(measured: Sequence[Trial], named: Sequence[Trial]) -> set[int]:
     """Numbers of the measured trials that differ in the fewest parts from one of ``named``."""
+    candidates = CandidateTable.of(trial.candidate for trial in measured)
     found: set[int] = set()
     for one in named:
-        order = sorted(measured, key=lambda trial: num_parts(trial.candidate, one.candidate))
-        found |= {trial.number for trial in order[: int(SHARE_ALIKE * MAX_TRIALS / len(named))]}
+        order = np.argsort(num_parts(candidates, one.candidate), kind="stable")
+        found |= {measured[row].number for row in order[: int(SHARE_ALIKE * MAX_TRIALS / len(named))].tolist()}
     return found
 
 
@@ -342,8 +346,11 @@ class KnobChange:
 def meaning(name: str, *values: Any, roles: Mapping[str, str]) -> str:
     """The built-in knob that a custom one corresponds to, by the sweep file or by its name: ``num_workers`` for
     ``--num-workers``; else the name itself."""
-    if name in roles:
-        return roles[name]
+    return roles[name] if name in roles else _meaning(name, *values)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _meaning(name: str, *values: Any) -> str:
     return next((knob for value in values if (knob := built_in_knob(name, value)) is not None), name)
 
 
@@ -398,8 +405,8 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
 
 def changes(
     trial: Trial,
-    candidates: Sequence[Candidate],
-    tried: Sequence[Trial],
+    candidates: CandidateTable,
+    tried: Mapping[Candidate, Trial],
     objective: Objective,
     confirmed: Mapping[int, ConfirmedRatio] | None = None,
     *,
@@ -411,16 +418,15 @@ def changes(
 
     Args:
         candidates: legal ones, including those of ``tried``.
-        tried: trials of the sweep, whose measurements are better evidence than predictions.
+        tried: trials of the sweep by candidate, whose measurements are better evidence than predictions.
         confirmed: ratio of each finalist to the baseline in the rounds of confirmation, which override the search.
         roles: maps custom knobs to built-in ones, as in the sweep file.
     """
-    by_candidate = {other.candidate: other for other in tried}
     forced = _forced(trial.candidate, candidates)
     allowed = [_closure(knobs) for knobs in HELPFUL_KNOBS.values()]
     found = []
-    for candidate in _near(trial.candidate, candidates, by_candidate):
-        other = by_candidate.get(candidate)
+    for candidate in _near(trial.candidate, candidates, tried):
+        other = tried.get(candidate)
         again = _confirmed(other, trial, confirmed or {})
         change = KnobChange(
             candidate=candidate,
@@ -460,20 +466,21 @@ def _confirmed(other: Trial | None, trial: Trial, confirmed: Mapping[int, Confir
     return found.inverse if found else None
 
 
-def _near(
-    candidate: Candidate, candidates: Sequence[Candidate], tried: Mapping[Candidate, Trial]
-) -> Sequence[Candidate]:
+def _near(candidate: Candidate, candidates: CandidateTable, tried: Mapping[Candidate, Trial]) -> CandidateTable:
     """Candidates that differ in few parts. If there are more than :data:`MAX_NEAR`, the tried ones and those that
     differ in the fewest parts, in their original order."""
-    parts = {other: n for other in candidates if 0 < (n := num_parts(other, candidate)) <= MAX_PARTS}
-    if len(parts) <= MAX_NEAR:
-        return tuple(parts)
-    order = sorted(parts, key=lambda other: (parts[other], other not in tried))
-    kept = set(order[:MAX_NEAR])
-    return tuple(other for other in parts if other in kept)
+    parts = num_parts(candidates, candidate)
+    rows = np.flatnonzero((parts > 0) & (parts <= MAX_PARTS))
+    if len(rows) <= MAX_NEAR:
+        return candidates.take(rows)
+    is_tried = np.zeros(len(candidates), dtype=bool)
+    places = CandidateTable.of(tried).rows_in(candidates)
+    is_tried[places[places >= 0]] = True
+    order = np.lexsort((~is_tried[rows], parts[rows]))
+    return candidates.take(rows[np.sort(order[:MAX_NEAR])])
 
 
-def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
+def _forced(candidate: Candidate, candidates: CandidateTable) -> frozenset[str]:
     """Knobs whose value in this candidate occurs in no other one, judged by an evenly spaced sample."""
     others = [other for other in spread(candidates, MAX_EXAMINED) if other != candidate]
     if not others:

@@ -102,10 +102,23 @@ def test_equal_data_is_a_tie(times: tuple[float, ...]):
 
 @given(times=step_times)
 def test_the_same_data_gives_the_same_interval(times: tuple[float, ...]):
-    statistics._median_draws.cache_clear()
     first = statistics.median(times)
-    statistics._median_draws.cache_clear()
+    for cached in (statistics._median, statistics._median_draws, statistics._drawn_once):
+        cached.cache_clear()
     assert statistics.median(times) == first
+
+
+@pytest.mark.parametrize("num", [5, 8, 15, 16, 17])
+def test_draws_are_medians_of_resampled_data(num: int):
+    values = np.round(np.random.default_rng(num).lognormal(size=num), 1) + 0.05  # with ties
+    rows = np.random.default_rng(1).choice(values, size=(4000, num))
+    assert np.array_equal(statistics._median_draws(tuple(values), 1), np.median(rows, axis=1))
+
+
+def test_the_caches_of_many_trials_are_small():
+    """A cache of the draws of every trial grew by 32 KB per trial."""
+    caches = (statistics._median_draws, statistics._drawn_once)
+    assert sum(cached.cache_info().maxsize for cached in caches) * 4000 * 8 < 8 << 20
 
 
 def test_a_single_step_shows_nothing():
