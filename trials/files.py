@@ -8,6 +8,7 @@ import errno
 import functools
 import hashlib
 import json
+import operator
 import os
 import stat
 import sys
@@ -322,9 +323,16 @@ def _quick_decoder(cls: Any) -> _Decode:
         return _quick_union_decoder(cls, args)
     if origin is tuple:
         return _quick_tuple_decoder(cls, args[0])
+    if origin is Literal:
+        return _quick_literal_decoder(cls, args)
     if dataclasses.is_dataclass(cls):
         return _quick_dataclass_decoder(cls)
     return _decoder(cls)
+
+
+def _quick_literal_decoder(cls: Any, args: tuple[Any, ...]) -> _Decode:
+    words, decode_other = frozenset(arg for arg in args if arg.__class__ is str), _decoder(cls)
+    return lambda data: data if data.__class__ is str and data in words else decode_other(data)
 
 
 def _quick_union_decoder(cls: Any, members: tuple[Any, ...]) -> _Decode:
@@ -355,6 +363,22 @@ def _quick_tuple_decoder(cls: Any, item: Any) -> _Decode:
 
 
 def _quick_dataclass_decoder(cls: Any) -> _Decode:
+    """Return a function that decodes equal values of a few words and whole numbers, such as devices, only once."""
+    decode = _quick_object_decoder(cls)
+    names = _field_names(cls) or ()
+    if len(names) < 2 or not cls.__dataclass_params__.frozen or not _are_short(cls):
+        return decode
+    values_of, num = operator.itemgetter(*names), len(names)
+    made = functools.lru_cache(maxsize=4096, typed=True)(lambda *values: decode(dict(zip(names, values, strict=True))))
+    return lambda data: made(*values_of(data)) if len(data) == num else decode(data)
+
+
+def _are_short(cls: Any) -> bool:
+    """Whether all fields are words or whole numbers, by their annotations."""
+    return {field.type for field in dataclasses.fields(cls)} <= {"int", "str", "bool"}
+
+
+def _quick_object_decoder(cls: Any) -> _Decode:
     """Return a function that reads the fields' types on its first use: a class may contain itself, or name later
     classes."""
     fields_of = functools.cache(lambda: _quick_fields(cls))
@@ -368,7 +392,7 @@ def _quick_dataclass_decoder(cls: Any) -> _Decode:
             if is_optional and name not in data:
                 continue
             value = data[name]
-            values[name] = value if value.__class__ is plain else decode_field(value)
+            values[name] = value if value.__class__ in plain else decode_field(value)
         if len(values) + (not has_kind and "kind" in data) != len(data):
             raise _MismatchError
         return cls(**values)
@@ -376,19 +400,29 @@ def _quick_dataclass_decoder(cls: Any) -> _Decode:
     return decode
 
 
-def _quick_fields(cls: Any) -> tuple[tuple[str, bool, type | None, _Decode], ...]:
-    """Return for each field its name, whether it has a default, the class of values that stay as they are, and the
+def _quick_fields(cls: Any) -> tuple[tuple[str, bool, frozenset[type], _Decode], ...]:
+    """Return for each field its name, whether it has a default, the classes of values that stay as they are, and the
     function for others."""
     hints = typing.get_type_hints(cls)
     return tuple(
         (
             field.name,
             field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING,
-            hints[field.name] if hints[field.name] in (int, float, str, bool) else None,
+            _unchanged(hints[field.name]),
             _quick_decoder(hints[field.name]),
         )
         for field in dataclasses.fields(cls)
     )
+
+
+def _unchanged(hint: Any) -> frozenset[type]:
+    """Return classes of JSON values that decode to themselves; others may, too."""
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    members = typing.get_args(hint) if is_union else (hint,)
+    if not {*members} <= {*_SCALARS, type(None)}:
+        return frozenset({type(None)} & {*members})
+    numbers = [member for member in members if member in (int, float)]
+    return frozenset(members) - ({int} if numbers == [float, int] else set())
 
 
 @functools.cache

@@ -387,7 +387,8 @@ class Ledger:
         return int(row[0] or 0)
 
     def _entry(self, seq: int, kind: str, body: str, checksum: int) -> LedgerEntry:
-        self._check(f"event {seq} ({kind})", checksum, seq, kind, body)
+        if zlib.crc32(f"{seq}\0{kind}\0{body}".encode()) != checksum:  # as in _checksum
+            self._check(f"event {seq} ({kind})", checksum, seq, kind, body)
         return LedgerEntry(seq, self._decode(seq, body))
 
     def _decode(self, seq: int, body: str) -> LedgerEvent:
