@@ -168,7 +168,7 @@ def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
 
 
 def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
-    """A real sweep for so many minutes, with a sample and a fault a minute after the sweep went on from the last one."""
+    """A real sweep for so many minutes, with a sample and a fault a minute after it went on from the last one."""
     (folder / "growth.yaml").write_text(json.dumps(REAL), encoding="utf-8")
     end_s = time.monotonic() + 60 * args.minutes
     process = submitted(folder)

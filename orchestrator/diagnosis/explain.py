@@ -148,9 +148,7 @@ def _changes(
     """Legal changes of a trial: among the plan's candidates, the tried ones, and its neighbours if the space is too
     large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
-    return changes(
-        trial, legal.followed_by(near), tried, state.objective, _confirmed(state), roles=basis.roles
-    )
+    return changes(trial, legal.followed_by(near), tried, state.objective, _confirmed(state), roles=basis.roles)
 
 
 def _confirmed(state: SweepState) -> dict[int, ConfirmedRatio]:

@@ -158,3 +158,38 @@ def test_a_field_that_was_added_later_is_left_out_at_its_default():
     assert to_json(AdamW(clip_norm=1.0))["clip_norm"] == 1.0
     for optimizer in (AdamW(), AdamW(clip_norm=1.0)):
         assert from_json(AdamW, to_json(optimizer)) == optimizer
+
+
+@dataclass(frozen=True)
+class Place:
+    node: str
+    index: int
+
+
+def test_equal_objects_are_decoded_once_but_not_mixed_with_other_types():
+    place = {"node": "n0", "index": 1}
+    assert from_json(Place, place) is from_json(Place, dict(place))
+    for wrong in (True, 1.0, "1", None, [1]):
+        with pytest.raises(CodecError, match="index"):
+            from_json(Place, {**place, "index": wrong})
+    with pytest.raises(CodecError, match="rank"):
+        from_json(Place, {**place, "rank": 1})
+
+
+@dataclass(frozen=True)
+class Numbers:
+    either: float | int
+    whole_first: int | float
+    maybe: float | None
+    word: Word | str
+
+
+class Word(StrEnum):
+    ONE = "one"
+
+
+def test_unions_of_scalars_decode_to_their_first_member():
+    found = from_json(Numbers, {"either": 1, "whole_first": 1, "maybe": 2, "word": "one"})
+    values = (found.either, found.whole_first, found.maybe, found.word)
+    assert [type(value) for value in values] == [float, int, float, Word]
+    assert from_json(Numbers, {"either": 1, "whole_first": 1, "maybe": None, "word": "two"}).maybe is None

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.candidate_table import CandidateTable
 from cluster.cost.step_time import TIME_TERMS
 from orchestrator.diagnosis.advice import Observed, advise
 from orchestrator.diagnosis.bottlenecks import ProfileOf, split
@@ -263,8 +264,9 @@ def test_no_gain_is_above_what_its_bottleneck_costs_or_what_was_measured(bubble,
 def test_a_gain_that_was_confirmed_is_the_confirmed_one():
     state = fold(proof_events())
     known = confirmation(state).judgement.against_baseline[1].ratio
-    candidates = tuple(trial.candidate for trial in state.searched())
-    (change,) = (one for one in explain_changes(state.trials[0], candidates, state, Basis()) if one.trial.number == 1)
+    tried = {trial.candidate: trial for trial in state.searched()}
+    found = explain_changes(state.trials[0], CandidateTable.of(tried), tried, state, Basis())
+    (change,) = (one for one in found if one.trial.number == 1)
     assert (change.ratio, change.num_rounds) == (known, 4)
 
 
@@ -384,7 +386,8 @@ def test_a_winner_of_several_knobs_is_explained_by_all_of_them_and_buckets_are_a
     assert "inside:ddp_bucket_mb" in explained.baseline.bottleneck.knobs
     alone = explain_sweep(sweep(candidates[:1], outcomes[:1], program), Basis(candidates=tuple(candidates[:1])))
     assert "ddp_bucket_mb" in text(render_sweep_explanation(alone), width=200)
-    (change,) = explain_changes(state.trials[0], tuple(candidates), state, Basis())
+    tried = {trial.candidate: trial for trial in state.searched()}
+    (change,) = explain_changes(state.trials[0], CandidateTable.of(candidates), tried, state, Basis())
     assert change.trial.number == 1
 
 
