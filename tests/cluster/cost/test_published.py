@@ -88,6 +88,13 @@ def test_a_label_unlike_the_catalogue_means_another_variant(tmp_path):
     assert larger.inputs["memory_bytes"] == pytest.approx(1.2 * usual.inputs["memory_bytes"], rel=0.02)
 
 
+def test_what_a_peak_counts_depends_on_the_log_it_comes_from(tmp_path):
+    peak = {"peak_mem_GB": "50", "mem_kind": "torch CUDA peak (GiB)"}
+    stated = {**peak, "mem_kind": "torch max_memory_allocated"}
+    rows = table_of(tmp_path, peak, {**peak, "framework": "torchtitan"}, {**stated, "framework": "torchtitan"})
+    assert [row.reported.scope for row in rows] == ["allocated", "reserved", "allocated"]
+
+
 def test_evaluation_of_the_small_table():
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")

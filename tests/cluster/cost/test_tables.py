@@ -281,6 +281,7 @@ def test_precision_levels():
     x = inputs_of([(CANDIDATES_WORKLOAD, c) for c in [*rows, Candidate(precision=BF16)]], CANDIDATES_CLUSTER)
     assert x.peak_flops_per_s.tolist() == [66.9e12, 494.7e12, 989.4e12, 989.4e12]
     assert x.cast_bytes.tolist() == [0, 0, 2, 0]
+    assert x.gather_bytes.tolist() == [4, 4, 4, 2], "O1 gathers fp32 weights"
     assert (x.weight_bytes + x.gradient_bytes + x.optimizer_bytes == 16).all()
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cluster.cost.cost_model import Calibrated, CostModel, cost_model, derivatives
 from cluster.cost.inputs import MEMORY, SCHEDULES, TIME, WORKSPACE_BYTES, assumed, assumed_prior
 from cluster.cost.peak_memory import (
-    FOREIGN,
     HABITS,
     KNOWN,
     MAX_HABITS,
@@ -107,6 +106,7 @@ LONG = {"seq_length": 2**18, "recompute": "full"}
         ("head", {"tp": 2}, {}),
         ("gathered", {**LONG, "cp": 8}, {**LONG, "cp": 8, "cp_method": 0}),
         ("gathered", {"zero_stage": 3, "pp": 2}, {"zero_stage": 3, "pp": 2, "stays_gathered": 1}),
+        ("gathered", {"zero_stage": 3, "dp_shard": 64}, {"zero_stage": 3, "dp_shard": 64, "gathered_bytes": 4}),
         ("head", {"loss_bytes": 0}, {}),
         ("head", {"loss_chunks": 4}, {}),
         ("head", {"loss_chunks": 4}, {"loss_chunks": 4, "head_sums_bytes": 4}),
@@ -168,6 +168,7 @@ def heads(number, size, **changes):
         ("sharding", {"zero_stage": 3, "gathers_once": 1}, {"zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "stays_gathered": 1}, {"zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "gathered_bytes": 1}, {"zero_stage": 3}),
+        ("gradient_reduction", {}, {"gathered_bytes": 4}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
         # Weights are gathered among those who share states; only gradients' reduction hides.
@@ -433,16 +434,17 @@ def test_habits_leave_time_and_layout_alone():
 def test_structures_that_do_not_differ_are_one():
     """Without any parallelism most habits show nowhere; their structures' probabilities are added up."""
     x = inputs(row(dp_shard=1, zero_stage=0, num_microbatches=1))
-    different = distinct_structures(FOREIGN, x)
-    assert len(different) < len(FOREIGN) / 4
-    total = sum(structure.probability for structure in FOREIGN)
+    structures = structures_of_software("unknown")
+    different = distinct_structures(structures, x)
+    assert len(different) < len(structures) / 4
+    total = sum(structure.probability for structure in structures)
     assert sum(structure.probability for structure, _ in different) == pytest.approx(total)
     columns = {tuple(float(peak) for peak in peak_bytes(x)) for _, x in different}
     assert len(columns) > 1
 
 
 def test_structures_are_sets_of_habits_that_may_come_together():
-    names = [{habit.name for habit in structure.habits} for structure in FOREIGN]
+    names = [{habit.name for habit in structure.habits} for structure in structures_of_software("unknown")]
     assert set() in names
     assert max(map(len, names)) == MAX_HABITS
     assert {"long gradients", "short gradients"} not in names
@@ -454,7 +456,7 @@ def test_known_software_moves_the_odds_of_its_habits_only():
     def odds(name):
         return {structure.name: structure.probability for structure in structures_of_software(name)}
 
-    assert odds("software of my own") == odds("custom") == {one.name: one.probability for one in FOREIGN}
+    assert odds("software of my own") == odds("custom")
     assert odds("transformers")["loose norms"] > odds("custom")["loose norms"] > odds("NeMo/Megatron")["loose norms"]
     assert odds("transformers").keys() == odds("megatron").keys()
     names = {habit.name for habit in HABITS}
