@@ -100,6 +100,8 @@ def test_evaluation_of_the_small_table():
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")
     assert vtrain["after"]["10"]["mape"] < 0.15
     assert vtrain["after"]["10"]["spearman"] > 0.85
+    assert vtrain["after"]["10"]["mape"] < vtrain["after"]["10"]["mape_before"]
+    assert vtrain["after"]["0"]["spearman"] == vtrain["after"]["0"]["spearman_before"]
     assert {entry["source"] for entry in result["sources"]} == {
         "vtrain-single",
         "seed 004",
