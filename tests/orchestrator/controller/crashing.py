@@ -23,6 +23,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking.mlflow_tracker import Tracker
+from orchestrator.tracking.run_writer import SqliteWriter
 from tests.support.story import WORKLOAD, created
 from trials.files import to_json
 from trials.outcome import Evidence, GangLost
@@ -190,6 +191,18 @@ class FragileTracker(Tracker):
     def end(self, *args, **kwargs):
         self._fuse("end run")
         return super().end(*args, **kwargs)
+
+    def _commit(self):
+        self._fuse("commit")
+        super()._commit()
+
+    def _writer(self):
+        if self._runs_writer is None:
+            writer = super()._writer()
+            assert isinstance(writer, SqliteWriter)
+            write_files = writer._write_files
+            writer._write_files = lambda: (self._fuse("write files"), write_files())
+        return self._runs_writer
 
 
 class Mlflow:

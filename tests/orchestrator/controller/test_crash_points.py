@@ -255,8 +255,11 @@ def test_mlflow_holds_everything_once(tmp_path):
 
     calm = scenario("calm")
     expected, _, (fuse,) = calm.run(tmp_path / "calm" / "sweep")
-    steps = [at for at, point in enumerate(fuse.passed) if point in ("create run", "log", "put text", "end run")]
-    for at in random.Random(1).sample(steps, 2):
+    chosen = []
+    for points in (("create run", "log", "put text", "end run"), ("commit", "write files", "INSERT OR REPLACE mlflow")):
+        steps = [at for at, point in enumerate(fuse.passed) if point in points]
+        chosen += random.Random(1).sample(steps, 2)
+    for at in chosen:
         disturbed = scenario(str(at))
         state, _, _ = disturbed.run(tmp_path / str(at) / "sweep", at + 1)
         check_same(state, expected)
