@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import sqlite3
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,6 +204,7 @@ class SqliteWriter:
         if self._db is None:
             uri = f"{self._path.absolute().as_uri()}?mode=rw"  # a deleted database is not created again without tables
             self._db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            weakref.finalize(self, self._db.close)
             self._db.execute("PRAGMA foreign_keys = ON")
         try:
             yield self._db

@@ -213,7 +213,9 @@ def test_rows_of_the_database_equal_those_of_mlflows_client(ledger: Ledger, tmp_
         text = json.dumps(recording.everything(), sort_keys=True)
         for place, run in enumerate((*recording.sweeps, *recording.trials, *recording.checks)):
             files = [file.path for file in recording.client.list_artifacts(run.info.run_id)]
-            text = f"{text}\n{run.info.run_id} {run.data.tags['tc.role']} {files}".replace(run.info.run_id, f"run {place}")
+            text = f"{text}\n{run.info.run_id} {run.data.tags['tc.role']} {files}".replace(
+                run.info.run_id, f"run {place}"
+            )
         found.append(text.replace(str(tmp_path / name), ""))
     assert found[0] == found[1]
 
