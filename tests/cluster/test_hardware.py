@@ -156,7 +156,7 @@ def test_missing_formats_run_as_wider_ones_or_are_unknown():
     assert find_accelerator("H100").peak("float8") == pytest.approx(1978.9e12)
 
 
-def test_unknown_names_say_what_there_is():
+def test_errors_about_unknown_names_list_the_known_ones():
     with pytest.raises(CatalogueError, match="h100"):
         find_accelerator("Quadro 4000")
     with pytest.raises(CatalogueError, match="dgx-h100"):
@@ -219,7 +219,7 @@ def test_whole_gpus(host, monkeypatch):
         discover_node(num_devices=2)
 
 
-def test_slices_are_devices_of_their_own_with_their_own_memory(host):
+def test_slices_are_devices_with_separate_memory(host):
     host(nvidia_smi=vendors.nvidia("Enabled", "Enabled"))
     node = discover_node()
     assert node.device_name == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
@@ -231,7 +231,7 @@ def test_slices_are_devices_of_their_own_with_their_own_memory(host):
     assert [(use.handle.name, use.is_busy) for use in uses] == [("MIG-aaaa", False), ("MIG-bbbb", True)]
 
 
-def test_a_gpu_that_is_divided_is_no_whole_one(host, monkeypatch):
+def test_a_partitioned_gpu_is_not_a_whole_one(host, monkeypatch):
     host(nvidia_smi=vendors.nvidia("Enabled", "Disabled"))
     assert [one.name for one in discover_node().handles] == ["1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-bbbb")
@@ -268,7 +268,7 @@ def test_slices_that_differ_are_refused(host):
     ],
     ids=["rocm", "amd", "xpu", "xpu-two-tiles", "npu", "npu-two-chips"],
 )
-def test_other_makers_devices_are_found_under_auto(host, programs, expected, names):
+def test_devices_of_other_vendors_are_found_under_auto(host, programs, expected, names):
     host(**programs)
     node = discover_node()
     assert _facts(node) == expected
@@ -288,7 +288,7 @@ def test_devices_that_hip_would_count_otherwise_are_refused(host, monkeypatch):
         discover_node()
 
 
-def test_tiles_are_numbered_as_ranks_are_told_to_see_them(host, monkeypatch):
+def test_tiles_are_numbered_as_ranks_see_them(host, monkeypatch):
     """A mask that numbers cards would give a rank other tiles than were listed, or tiles of one card for two cards."""
     host(xpu_smi=vendors.intel(tiles=2))
     assert FAMILIES["xpu"].order_variables == {"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
@@ -302,7 +302,7 @@ def test_tiles_are_numbered_as_ranks_are_told_to_see_them(host, monkeypatch):
     assert discover_node().num_devices == 4, "an empty mask hides nothing"
 
 
-def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatch, caplog):
+def test_an_empty_limit_hides_nothing_from_hip_and_is_logged(host, monkeypatch, caplog):
     host(rocm_smi=vendors.ROCM)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     assert _facts(discover_node())[:2] == ("rocm", 2)
@@ -322,7 +322,7 @@ def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatc
     ("tool", "variable", "value"),
     [("nvidia_smi", "CUDA_VISIBLE_DEVICES", ""), ("rocm_smi", "HIP_VISIBLE_DEVICES", "-1")],
 )
-def test_the_doctor_says_what_hides_all_devices(host, monkeypatch, tool, variable, value):
+def test_the_doctor_names_what_hides_all_devices(host, monkeypatch, tool, variable, value):
     host(**{tool: vendors.nvidia() if tool == "nvidia_smi" else vendors.ROCM})
     monkeypatch.setenv(variable, value)
     with pytest.raises(
@@ -357,7 +357,7 @@ DIVIDED = {"mode": "Enabled", "other": "Enabled"}
     ],
     ids=["unified", "undivided", "reset", "gone"],
 )
-def test_gpus_that_cannot_be_used_are_never_traded_for_cores(host, monkeypatch, tool, words):
+def test_unusable_gpus_are_never_replaced_by_cores(host, monkeypatch, tool, words):
     host(nvidia_smi=tool)
     with pytest.raises(DeviceError, match=f"kind cuda that cannot be used: {words}.*device: cpu"):
         discover_node()
@@ -368,7 +368,7 @@ def test_gpus_that_cannot_be_used_are_never_traded_for_cores(host, monkeypatch, 
         assert discover_node().device_kind == "cpu"
 
 
-def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
+def test_a_driver_whose_tool_lists_nothing_does_not_make_a_cpu_host(host, monkeypatch, tmp_path, caplog):
     host(nvidia_smi=vendors.nvidia(rows="No devices were found"))
     assert discover_node().device_kind == "cpu"
     assert "nvidia-smi lists no device" in caplog.text, "without its driver: said, no more"
@@ -392,7 +392,7 @@ def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch
     ],
     ids=["reset", "divided"],
 )
-def test_a_gpu_that_is_left_out_is_told(host, monkeypatch, caplog, tool, names, words):
+def test_an_omitted_gpu_is_logged(host, monkeypatch, caplog, tool, names, words):
     host(nvidia_smi=tool)
     assert [one.name for one in discover_node().handles] == names
     discover_node()
@@ -410,7 +410,7 @@ def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):
     assert DeviceUse(handle=discover_node().handles[0], used_bytes=3600 * MIB).is_busy is False
 
 
-def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
+def test_a_failing_tool_with_its_driver_present_does_not_make_a_cpu_host(host, monkeypatch, tmp_path, caplog):
     host(rocm_smi="#!/bin/sh\necho 'Driver not initialized (amdgpu not found in modules)'; exit 1\n")
     assert discover_node().device_kind == "cpu"
     assert "rocm-smi failed with code 1: Driver not initialized" in caplog.text, "without its driver: said, no more"
@@ -422,7 +422,7 @@ def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypat
         discover_node(device="rocm")
 
 
-def test_a_driver_without_its_tool_is_told(host, monkeypatch, tmp_path, caplog):
+def test_a_driver_without_its_tool_is_logged(host, monkeypatch, tmp_path, caplog):
     host()
     source = replace(discovery._MAKERS["rocm"], driver_files=(str(tmp_path),))
     monkeypatch.setitem(discovery._MAKERS, "rocm", source)
@@ -543,14 +543,14 @@ def test_devices_in_a_row_are_preferred():
 
 
 @pytest.mark.parametrize("wrong", [{"tp": 2}, {"tp": 0}, {"world_size": 0}, {"isolation": "rack"}])
-def test_nonsense_is_refused(wrong):
+def test_invalid_requests_are_refused(wrong):
     cluster = topology_placement(4)
     with pytest.raises(ValueError, match=r"world_size|isolation"):
         place(cluster, frozenset(cluster.devices), **{"world_size": 3, "tp": 1, "isolation": "node", **wrong})
 
 
 @given(problems(), st.randoms())
-def test_a_pool_places_as_if_counted_anew(problem, rng):
+def test_a_pool_places_like_a_fresh_count(problem, rng):
     cluster, free, wanted = problem
     pool = Pool(cluster)
     taken = [device for device in cluster.devices if rng.random() < 0.5]

@@ -101,7 +101,7 @@ def test_free_means_up_to_an_allowance(smi):
         (16, 4, 600, True),
     ],
 )
-def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib, used_mib, is_busy):
+def test_the_idle_memory_allowance_depends_on_the_device(gibibytes, idle_mib, used_mib, is_busy):
     known = DeviceHandle(name="0", memory_bytes=gibibytes << 30, idle_bytes=idle_mib << 20)
     assert DeviceUse(handle=known, used_bytes=used_mib << 20).is_busy == is_busy
 
@@ -113,7 +113,7 @@ def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib
         ("exec sleep 60", "did not respond within 0.2 s; without persistence mode .* nvidia-smi -pm 1"),
     ],
 )
-def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message):
+def test_a_failing_or_hanging_driver_is_reported(smi, monkeypatch, answer, message):
     monkeypatch.setattr(discovery, "QUERY_TIMEOUT_S", 0.2)
     smi.says("gpus", answer)
     with pytest.raises(DeviceQueryError, match=message):
@@ -154,7 +154,7 @@ def test_a_gang_on_free_devices_is_measured(cluster, smi):
 
 
 @pytest.mark.slow
-def test_memory_that_a_program_does_not_tell_is_what_was_in_use_on_its_device(cluster, smi, tmp_path):
+def test_unreported_memory_is_the_memory_in_use_on_the_device(cluster, smi, tmp_path):
     spec = scripts.spec(scripts.write(tmp_path / "own", f"{scripts.STEPS}train()\ntime.sleep(1.5)\n"))
     end = run(cluster, scripts.RUNNER, spec=spec)
     assert isinstance(end.outcome, Measured), end.outcome
@@ -163,7 +163,7 @@ def test_memory_that_a_program_does_not_tell_is_what_was_in_use_on_its_device(cl
 
 
 @pytest.mark.slow
-def test_nothing_starts_on_a_device_that_somebody_else_uses(cluster, smi, pids):
+def test_nothing_starts_on_a_device_in_use_by_another_process(cluster, smi, pids):
     smi.uses(4, 70000)
     smi.says("apps", "echo 'GPU-0001-abcd, 4711, 69000'\n")
     end = run(cluster, "hangs_at_start", spec={"pids": pids})

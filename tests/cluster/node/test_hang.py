@@ -125,7 +125,7 @@ def ranks_of_one_slot(tmp_path):
         process.communicate()
 
 
-def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
+def test_a_late_stack_is_attributed_to_its_rank(ranks_of_one_slot):
     """As on a loaded node: the first dump is written while the second rank would be asked, by the clock."""
     seen = ranks_of_one_slot(in_a_lock=1.0, in_a_file=0)
     assert [(rank, "in_a_lock" in one.where, "in_a_file" in one.where) for rank, one in sorted(seen.items())] == [
@@ -135,13 +135,13 @@ def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
 
 
 @pytest.mark.slow
-def test_a_rank_that_lives_and_does_not_answer_is_not_blamed_for_that(ranks_of_one_slot):
+def test_a_live_rank_is_not_blamed_for_not_answering(ranks_of_one_slot):
     seen = ranks_of_one_slot(in_the_kernel=60, in_a_file=0)
     assert (seen[0].stack_state, seen[0].where) == (StackState.UNCLEAR, "it did not report its stack in time")
     assert (seen[1].stack_state, "in_a_file" in seen[1].where) == (StackState.ELSEWHERE, True)
 
 
-def test_a_late_stack_is_not_taken_for_that_of_another_rank(ranks_of_one_slot, monkeypatch):
+def test_a_late_stack_is_not_attributed_to_another_rank(ranks_of_one_slot, monkeypatch):
     monkeypatch.setattr(hang, "DUMP_S", 1.0)
     seen = ranks_of_one_slot(late=1.5, later=1.7)
     assert [seen[rank].where for rank in (0, 1)] == ["it did not report its stack in time"] * 2
@@ -208,7 +208,7 @@ def test_a_dump_cannot_run_code():
             unpickled(content)
 
 
-def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, alone):
+def test_a_rank_that_cannot_answer_is_dumped_through_the_nccl_pipe(tmp_path, alone):
     """A thread stands in for NCCL's: it makes the pipe that the environment names, and dumps when a byte comes."""
     environment = recorder_env(tmp_path, {})
     rank = RecordedRank(rank=3, folder=tmp_path, request_write=-1)
@@ -244,7 +244,7 @@ def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, a
         ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}, {"TORCH_FR_DUMP_TEMP_FILE": "/mine"}),
     ],
 )
-def test_a_variable_of_the_users_is_theirs_under_all_of_its_names(tmp_path, theirs, ours):
+def test_a_user_variable_is_kept_under_all_of_its_names(tmp_path, theirs, ours):
     found = recorder_env(tmp_path, theirs)
     assert {name: found.get(name) for name in ours} == ours
     assert found.keys().isdisjoint(theirs)
@@ -262,14 +262,14 @@ os._exit(0)  # gloo's threads need not outlive the interpreter
 
 
 @pytest.mark.slow
-def test_torch_obeys_the_users_number_of_operations_under_its_older_name(tmp_path):
+def test_torch_uses_the_buffer_size_set_under_its_older_name(tmp_path):
     theirs = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "3"}
     environment = {**os.environ, **theirs, **recorder_env(tmp_path, theirs)}
     ran = subprocess.run([sys.executable, "-c", SIZE], env=environment, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout.strip()) == (0, "3"), ran.stderr
 
 
-def test_where_c_code_holds_the_interpreter_only_a_rank_without_a_thread_is_asked_twice(tmp_path):
+def test_a_rank_blocked_in_c_code_gets_one_dump_request_unless_it_lacks_a_thread(tmp_path):
     """NCCL names the Python frames in what it dumps, for which it needs the interpreter as well."""
     asked, asking = os.pipe()
     os.mkfifo(tmp_path / "nccl-flight-rank0.pipe")
@@ -287,7 +287,7 @@ def _read(pipe):
         return b""
 
 
-def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
+def test_the_nccl_recorder_reader_is_found_by_name(monkeypatch):
     """As in builds for CUDA, whose recorder has a function of its own."""
     names = [function.__name__ for function in hang._readers()]
     assert "_dump_fr_trace_json" in names
@@ -297,7 +297,7 @@ def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
     assert len(hang._readers()) == len(names) + 1
 
 
-def test_the_tail_of_a_log_leaves_out_what_torch_says_of_our_variables(tmp_path):
+def test_the_tail_of_a_log_omits_torch_warnings_about_our_variables(tmp_path):
     said = "[W1122 20:46:22.53 Utils.hpp:137] Warning: Environment variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated;"
     (tmp_path / "log").write_text(f"{said} use TORCH_FR_BUFFER_SIZE instead (function operator())\nValueError: no\n")
     assert tail_of(tmp_path / "log") == ("ValueError: no",)

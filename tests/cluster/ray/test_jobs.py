@@ -157,7 +157,7 @@ def name():
 
 
 @pytest.mark.exhaustive
-def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(head, jobs, tmp_path, monkeypatch):
+def test_a_job_is_submitted_once_attached_to_and_replaced_by_the_next(head, jobs, tmp_path, monkeypatch):
     monkeypatch.setenv("TEAM_TOKEN", SECRET)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # Ray would prefer it over what it is told
     go = tmp_path / "go"
@@ -202,7 +202,7 @@ def everything_kept(head, job):
 
 
 @pytest.mark.exhaustive
-def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head, jobs):
+def test_a_stopped_job_has_time_to_shut_down_cleanly(head, jobs):
     program = (
         "import signal, sys, time\n"
         "def end(*_):\n    time.sleep(5)\n    print('put in order', flush=True)\n    sys.exit(0)\n"
@@ -219,7 +219,7 @@ def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head, jobs):
     assert jobs.job_status(job).state == "stopped"
 
 
-def test_what_cannot_be_reached_is_told_in_one_message(head, jobs, monkeypatch):
+def test_unreachable_jobs_are_reported_in_one_message(head, jobs, monkeypatch):
     (closed,) = free_ports(1)
     for address, words in (
         (f"127.0.0.1:{closed}", "nothing responds"),
@@ -287,7 +287,7 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head, file, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_a_home_that_the_head_does_not_see_is_told_where_the_sweep_is_submitted(head, file, tmp_path):
+def test_a_home_invisible_to_the_head_is_reported_at_submission(head, file, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     command = ["submit", str(file), "--address", head.address, "--home", str(home)]
