@@ -66,7 +66,7 @@ def test_bad_arguments_are_refused_and_parts_run_in_their_order(capsys):
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_what_does_not_fit_is_said_to_be_left_out(tmp_path):
+def test_what_does_not_fit_is_reported_as_left_out(tmp_path):
     late = run_part(known("cluster"), MACHINE, 5.0, limit_s=60.0, folder=tmp_path, quick=True)
     alone = run_part(known("layouts"), MACHINE | {"num_devices": 1}, 500.0, limit_s=60.0, folder=tmp_path, quick=True)
     rows = [{"trial": "O1 | eager", "step ms": 1234.5}, {"trial": "O2", "failed": "out of\nmemory"}]
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_said_to_be_left_out(tmp_path):
         ("breaks", "failed with exit status 1: ValueError: broken", 1),
     ],
 )
-def test_a_part_says_why_it_has_no_more_rows(function, why, rows, tmp_path):
+def test_a_part_reports_why_it_has_no_more_rows(function, why, rows, tmp_path):
     part = Part(name="part", function=f"tests.support.benchmark_parts:{function}", shows="", share_s=1, least_s=1.0)
     start_s = time.monotonic()
     told = run_part(part, MACHINE, 60.0, limit_s=4.0, folder=tmp_path, quick=True)
@@ -94,7 +94,7 @@ def test_a_part_says_why_it_has_no_more_rows(function, why, rows, tmp_path):
     assert (told["why"], len(told["rows"]), told["is_whole"]) == (why, rows, False)
 
 
-def test_a_short_session_begins_with_what_it_must_not_miss(tmp_path):
+def test_a_short_session_begins_with_the_most_important_cases(tmp_path):
     """Starts and faults, then training: the levels that are used most, and fp32 last with one micro-batch size."""
     options = {"device": "cuda", "num_devices": 1, "quick": False, "folder": str(tmp_path), "part": "training"}
     levels = [case.name.split()[0] for case in gpu_cases.matrix(Setting(**options, until_s=time.time()))]
@@ -113,7 +113,7 @@ def test_a_loop_by_hand_is_compared_with_its_trial(tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
-def test_every_trial_is_possible_or_known_not_to_be(num_devices, tmp_path):
+def test_every_trial_is_possible_or_listed_as_impossible(num_devices, tmp_path):
     setting = Setting(
         device="cuda",
         num_devices=num_devices,

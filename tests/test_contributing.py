@@ -101,7 +101,7 @@ def test_the_files_of_every_addition_exist(title):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_walk_touches_what_the_steps_name():
+def test_the_walkthrough_changes_the_files_that_the_steps_name():
     """The other files named are rules, costs and tests, which a knob without such needs does not change."""
     named = files_of(section("A knob"))
     assert [name for name in named if name in STEPS] == list(STEPS)

@@ -67,26 +67,26 @@ from trials.worker import run_rank
     ],
 )
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device here")
-def test_a_device_that_torch_cannot_use_is_the_nodes_fault_and_never_traded_for_cores(kind, words):
+def test_a_device_unusable_by_torch_is_the_fault_of_the_node_and_not_replaced_by_cores(kind, words):
     with pytest.raises(RuntimeError, match=words) as caught:
         open_device(kind, 0)
     assert classify(caught.value, kind) == "node_setup"
 
 
-def test_cores_have_a_clock_of_their_own():
+def test_cpus_are_timed_by_the_host_clock():
     device = open_device("cpu", 3)
     assert is_host(device) and kind_of(device) == "cpu" and collectives_of(device) == "gloo"
     start = mark(device)
     assert 0 <= seconds_between(start, mark(device)) < 60
 
 
-def test_every_kind_has_what_the_others_have():
+def test_every_device_kind_defines_the_same_entries():
     for family in FAMILIES.values():
         assert family.ray_resource and family.collectives
         assert bool(family.visible_variable) == bool(family.query_tool) == (family.kind != "cpu")
 
 
-def test_children_that_compute_nothing_see_no_device(monkeypatch):
+def test_children_that_do_not_compute_see_no_device(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     told = "import os, sys; sys.exit(' '.join(f'{n}={os.environ.get(n)}' for n in sys.argv[1:]))"
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -179,7 +179,7 @@ def watched(uuid, driver=None, **options):
     return watch.end()
 
 
-def test_a_device_that_got_hot_is_told_with_its_figures(driver):
+def test_a_hot_device_is_reported_with_its_figures(driver):
     """Between beginning and end there are two samples at least; the thread sleeps in between."""
     samples = watched(UUID, driver, period_s=60.0)
     assert not driver.is_open
@@ -216,7 +216,7 @@ def test_a_slice_has_the_clocks_of_its_gpu(driver):
         (None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0, f"MIG-{UUID[4:]}"),
     ],
 )
-def test_a_slice_is_called_as_nvml_calls_it(monkeypatch, visible, name, index, expected):
+def test_a_slice_has_the_name_that_nvml_uses(monkeypatch, visible, name, index, expected):
     """torch gives the digits alone; with the prefix of whole GPUs NVML would know no such device, and tell nothing."""
     module = SimpleNamespace(
         get_device_properties=lambda _: SimpleNamespace(uuid=UUID[4:]), get_device_name=lambda _: name
@@ -241,7 +241,7 @@ def test_reasons_for_lowered_clocks_are_nvmls_bits():
     assert reasons_in(normal) == () and reasons_in(pynvml.nvmlClocksThrottleReasonAll) == tuple(THROTTLED_BY)
 
 
-def test_nobody_waits_for_a_driver_that_does_not_answer(driver, monkeypatch):
+def test_a_driver_that_does_not_answer_is_not_waited_for(driver, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr("trials.accelerator.kinds._PATIENCE_S", 0.1)
     monkeypatch.setattr(driver, "nvmlDeviceGetTemperature", lambda *_: never.wait(60.0), raising=False)
@@ -252,12 +252,12 @@ def test_nobody_waits_for_a_driver_that_does_not_answer(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("uuid", [None, "GPU-of-somebody-else"])
-def test_what_nvml_does_not_know_is_no_error(driver, uuid):
+def test_figures_unknown_to_nvml_are_no_error(driver, uuid):
     del driver
     assert watched(uuid) == ()
 
 
-def test_the_package_without_a_driver_tells_nothing():
+def test_the_package_without_a_driver_reports_nothing():
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -316,7 +316,7 @@ def memory(monkeypatch):
     return found
 
 
-def test_what_lies_outside_the_allocator_is_told(memory):
+def test_memory_outside_the_allocator_is_reported(memory):
     del memory
     assert device_memory.device_memory(DEVICE, "x:y") == DeviceMemory(
         total_bytes=80 * GIB, outside_bytes=GIB, num_retries=3, num_ooms=1, settings="x:y"
@@ -324,7 +324,7 @@ def test_what_lies_outside_the_allocator_is_told(memory):
     assert device_memory.device_memory(torch.device("cpu"), "") is None
 
 
-def test_a_limit_counts_what_lies_outside_the_allocator(memory):
+def test_a_limit_counts_memory_outside_the_allocator(memory):
     """Also what communicators took in the first step."""
     limit = MemoryLimit(DEVICE, 40 * GIB)
     assert memory.allowed == pytest.approx(39 * GIB)
@@ -334,7 +334,7 @@ def test_a_limit_counts_what_lies_outside_the_allocator(memory):
     assert memory.allowed == pytest.approx(37 * GIB)
 
 
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
+def test_segments_are_expandable_unless_the_user_configures_otherwise(monkeypatch):
     told = []
     monkeypatch.setattr(device_memory, "_configure", told.append)
     assert set_up_allocator(torch.device("cpu"), {}) == "" and not told
@@ -354,7 +354,7 @@ def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
     assert told[-1] == "expandable_segments:False"
 
 
-def test_a_gang_is_told_by_its_worst_rank():
+def test_the_memory_of_a_gang_is_that_of_its_worst_rank():
     one = DeviceMemory(total_bytes=9, outside_bytes=2, num_retries=0, settings="s")
     other = DeviceMemory(total_bytes=8, outside_bytes=1, num_retries=4)
     assert worst_memory([None, one, other]) == DeviceMemory(total_bytes=8, outside_bytes=2, num_retries=4, settings="s")
@@ -376,7 +376,7 @@ def run(spec):
     return from_json(RankReport, run_rank(to_json(spec), ignore))
 
 
-def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_driver):
+def test_health_is_set_up_in_warmup_and_sampled_while_measuring(own_driver):
     """The package's import and NVML's start would lie in the first measured steps."""
     told = []
     own = RankDevice(tiny_spec(), torch.device("cpu"))
@@ -393,14 +393,14 @@ def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_d
     assert own.memory() is None, "cores have no memory of their own"
 
 
-def test_a_rank_that_never_measured_has_nothing_to_tell_of_its_device(own_driver):
+def test_a_rank_that_never_measured_reports_no_device_health(own_driver):
     own = RankDevice(tiny_spec(), torch.device("cpu"))
     own.watched(ignore)("warmup")
     assert own_driver.opened.wait(30.0)
     assert own.health(0) == ()
 
 
-def test_what_was_seen_is_in_the_ranks_report(own_driver):
+def test_health_samples_are_in_the_report_of_the_rank(own_driver):
     report = run(tiny_spec())
     (health,) = report.findings.devices
     assert health.rank == 0 and health.num_samples == own_driver.num_looks >= 1

@@ -135,7 +135,7 @@ def test_a_twin_is_off_by_the_same_in_every_layout(name):
     assert twin.losses[0] != pytest.approx(right()["float32"].losses[0], rel=2e-6)
 
 
-def test_of_a_few_images_through_batch_norm_nothing_can_be_told():
+def test_a_few_images_through_batch_norm_are_inconclusive():
     """Another memory format is half as far off again in a few steps, and so is what differs by rounding only."""
     few = dataclasses.replace(
         RESNET,

@@ -142,7 +142,7 @@ def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypa
 
 
 @pytest.mark.parametrize("change", ["dtype", "format", "autocast", "none"])
-def test_what_makes_a_configuration(change):
+def test_changes_that_make_another_configuration(change):
     net, x = Net(), torch.zeros(2, 3, 8, 8)
     with KernelTuner([net], Kernels(cudnn_tuning_range=(1, 1)), CPU) as tuner:
         tuner.before_step(1)
@@ -186,7 +186,7 @@ def test_a_recompilation_is_counted_and_explained():
 
 
 @pytest.mark.exhaustive
-def test_what_was_compiled_before_is_told_apart(tmp_path, monkeypatch):
+def test_earlier_compilations_are_distinguished(tmp_path, monkeypatch):
     """Reads torch's own counters, so it fails when a torch release changes those."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -257,7 +257,7 @@ def slowly(graph, inputs):
     return graph.forward
 
 
-def test_a_slow_compilation_gives_signs_of_life_until_it_is_over(told, beats):
+def test_a_slow_compilation_reports_progress_until_it_ends(told, beats):
     with beats.listening(), warnings.catch_warnings(action="ignore"):
         forget_compilations()
         beats("warmup", step=1)
@@ -292,7 +292,7 @@ def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, 
     assert CachingAutotuner.autotune_to_one_config is own
 
 
-def test_what_is_wrapped_of_triton_is_there():
+def test_the_wrapped_triton_methods_exist():
     """Both methods, by the names of the installed torch."""
     heuristics = pytest.importorskip(kernels._TRITON)
     assert all(hasattr(heuristics.CachingAutotuner, name) for name in kernels._TUNINGS)

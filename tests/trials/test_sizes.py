@@ -195,6 +195,6 @@ def test_odd_sequences_are_fine_without_sequence_parallel():
     check(tiny_spec(Layout(tp=2), workload=ODD_LENGTH))
 
 
-def test_planning_can_ask_without_importing_torch():
+def test_planning_computes_sizes_without_importing_torch():
     code = "import sys, trials.legality, trials.sizes, trials.failure; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

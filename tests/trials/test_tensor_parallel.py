@@ -106,7 +106,7 @@ def _unfinished_gather():
     return torch.equal(first, wanted) and torch.equal(again, wanted) and torch.equal(x.grad, torch.full_like(x, 4.0))
 
 
-def test_a_used_up_start_starts_over(tmp_path):
+def test_an_exhausted_start_starts_over(tmp_path):
     assert run_ranks(_unfinished_gather, 2, tmp_path) == [True, True]
 
 

@@ -68,7 +68,7 @@ def test_trainer_on_two_ranks_prints_what_it_prints_without_the_hook(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_trainer_shows_a_loss_that_its_log_hides_and_stops_when_told(tmp_path):
+def test_trainer_reports_a_loss_hidden_by_its_log_and_stops_on_request(tmp_path):
     (tmp_path / "stop").write_text("3")
     (told,) = launch([*TRAINER, "--output_dir", str(tmp_path / "out"), "--poison"], tmp_path)
     assert "steps 3" in told.output
@@ -78,7 +78,7 @@ def test_trainer_shows_a_loss_that_its_log_hides_and_stops_when_told(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_trainer_goes_on_while_its_workers_may_be_ahead(tmp_path, workers):
+def test_trainer_continues_while_its_workers_may_be_ahead(tmp_path, workers):
     (tmp_path / "stop").write_text("2")
     (tmp_path / "stop_late").write_text("3")
     more = ["--dataloader_num_workers", str(workers)]
@@ -144,7 +144,7 @@ def test_lightning(tmp_path, devices):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_lightning_stops_when_told(tmp_path):
+def test_lightning_stops_on_request(tmp_path):
     (tmp_path / "stop").write_text("2")
     (told,) = launch(["lightning_fit.py", "--steps", "4"], tmp_path)
     assert [step["step"] for step in told.steps] == [1, 2]

@@ -13,7 +13,7 @@ from tests.trials.script.hooked import launch
 from trials.script.command import HOOK_FOLDER, with_hook
 
 
-def test_the_error_that_ends_the_program_is_told_and_shown_as_before(tmp_path):
+def test_the_error_that_ends_the_program_is_reported_and_shown_as_before(tmp_path):
     program = "import threading\nclass Full(MemoryError): pass\nraise Full('device 0: ' + 'x' * 9000)"
     (bare,) = launch(["-c", program], tmp_path / "bare", hook=False)
     (told,) = launch(["-c", program], tmp_path / "hooked")
@@ -24,7 +24,7 @@ def test_the_error_that_ends_the_program_is_told_and_shown_as_before(tmp_path):
     assert told.events("end") == []
 
 
-def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(tmp_path):
+def test_an_error_is_reported_even_if_the_program_has_an_excepthook(tmp_path):
     program = "import sys\nsys.excepthook = lambda *a: print('mine')\nopen('/nowhere/at/all')"
     (told,) = launch(["-c", program], tmp_path)
     assert told.output == "mine\n"
@@ -32,7 +32,7 @@ def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import sys; sys.exit('enough')", "raise KeyboardInterrupt"])
-def test_what_is_no_error_is_not_told(tmp_path, ending):
+def test_exits_that_are_no_errors_are_not_reported(tmp_path, ending):
     (bare,) = launch(["-c", ending], tmp_path / "bare", hook=False)
     (told,) = launch(["-c", ending], tmp_path / "hooked", RANK="0")
     assert (told.code, told.errors) == (bare.code, bare.errors)
@@ -71,7 +71,7 @@ def test_sigusr1_writes_stacks_and_the_program_goes_on(tmp_path):
     assert told.events("loaded")[0]["stack_signal"] is True
 
 
-def test_a_handler_that_is_there_already_stays(tmp_path):
+def test_an_existing_handler_stays(tmp_path):
     ignoring = f"import os, signal, sys; signal.signal({int(signal.SIGUSR1)}, signal.SIG_IGN)"
     ignoring += "; os.execv(sys.argv[1], sys.argv[1:])"
     env = os.environ | {"PYTHONPATH": with_hook(None), "TUNE_CLUSTER_REPORT": str(tmp_path), "RANK": "1"}
@@ -79,7 +79,7 @@ def test_a_handler_that_is_there_already_stays(tmp_path):
     assert '"stack_signal": false' in (tmp_path / "rank1.jsonl").read_text()
 
 
-def test_a_report_folder_that_is_gone_does_not_disturb(tmp_path):
+def test_a_missing_report_folder_is_ignored(tmp_path):
     (told,) = launch(["-c", "print('on')"], tmp_path, RANK="0", TUNE_CLUSTER_REPORT="/nowhere/at/all")
     assert (told.code, told.output, told.errors) == (0, "on\n", "")
 

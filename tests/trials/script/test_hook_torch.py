@@ -93,7 +93,7 @@ def test_one_process(tmp_path, argv, facts):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_parameters_that_are_sharded_are_seen_to_be(tmp_path):
+def test_sharded_parameters_are_detected(tmp_path):
     for told in launch(["plain_loop.py", "--wrap", "fsdp2", "--recompute", "full"], tmp_path, ranks=2):
         steps_agree(told, count=4)
         assert told.facts["parameter_bytes_global"] == 4 * PARAMETERS == 2 * told.facts["parameter_bytes_local"]
@@ -102,7 +102,7 @@ def test_parameters_that_are_sharded_are_seen_to_be(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_two_processes_that_never_meet_are_seen_to_be_alone(tmp_path):
+def test_two_processes_that_never_meet_are_reported_as_single(tmp_path):
     for rank in "01":
         (told,) = launch(["plain_loop.py"], tmp_path, LOCAL_RANK=rank)
         assert told.code == 0
@@ -112,7 +112,7 @@ def test_two_processes_that_never_meet_are_seen_to_be_alone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_model_that_nobody_can_look_into_costs_facts_only(tmp_path):
+def test_an_opaque_model_loses_only_its_facts(tmp_path):
     (bare,) = launch(["plain_loop.py", "--odd"], tmp_path / "bare", hook=False)
     (told,) = launch(["plain_loop.py", "--odd"], tmp_path / "hooked")
     assert (told.code, told.output, told.errors) == (0, bare.output, bare.errors)
@@ -125,7 +125,7 @@ def test_a_model_that_nobody_can_look_into_costs_facts_only(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_disk_that_is_full_costs_the_report_only(tmp_path):
+def test_a_full_disk_loses_only_the_report(tmp_path):
     (bare,) = launch(["plain_loop.py"], tmp_path / "bare", hook=False)
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
     (told,) = launch(["plain_loop.py"], tmp_path)
@@ -148,7 +148,7 @@ def test_the_error_of_a_step_comes_after_the_steps_before_it(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_ranks_that_the_program_starts_itself_are_told_apart(tmp_path):
+def test_ranks_started_by_the_program_are_distinguished(tmp_path):
     """Their number is known to their process group only."""
     program = """
 import os, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -175,7 +175,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_loss_that_is_not_a_number_is_seen(tmp_path):
+def test_a_nan_loss_is_detected(tmp_path):
     program = """
 import torch
 weight = torch.nn.Parameter(torch.ones(2))
@@ -230,7 +230,7 @@ for _ in range(6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_runs_inside_of_an_optimisers_closure_is_no_part_of_the_optimiser(tmp_path, reentrant):
+def test_the_closure_of_an_optimiser_is_not_counted_as_the_optimiser(tmp_path, reentrant):
     """As Lightning has it; layers that are computed again are a part of their own as well."""
     (told,) = launch(["-c", CLOSURE.replace("REENTRANT", str(reentrant))], tmp_path)
     assert told.code == 0, told.errors
@@ -241,7 +241,7 @@ def test_what_runs_inside_of_an_optimisers_closure_is_no_part_of_the_optimiser(t
         assert optimizer + backward <= step["step_time_s"] - 0.05, "the sleeps lie in other parts"
 
 
-def test_what_few_programs_do_goes_on_as_without_the_hook(tmp_path):
+def test_unusual_programs_run_as_without_the_hook(tmp_path):
     (told,) = launch(["unusual.py"], tmp_path)
     assert (told.output, told.code) == ("unharmed\n", 0), told.errors
     assert told.events("note") == []
@@ -249,7 +249,7 @@ def test_what_few_programs_do_goes_on_as_without_the_hook(tmp_path):
     assert 5 <= len(skipped) <= 30  # each once, from when the second optimiser is seen to go on alone
 
 
-def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
+def test_a_failure_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     """A model whose facts cannot be found: neither hooks in it nor a look at its operators stay."""
     sys.path.append(str(HOOK_FOLDER))
     from tune_cluster_hook import facts, steps

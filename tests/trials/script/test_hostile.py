@@ -372,7 +372,7 @@ def test_programs_get_the_right_outcome_and_leave_nothing(cluster, name):
         assert b"end of the output" in log[-1000:]
 
 
-def test_lock_files_that_nobody_holds_are_removed_before_the_start(cluster, tmp_path):
+def test_stale_lock_files_are_removed_before_the_start(cluster, tmp_path):
     stale, held = (tmp_path / "torch_extensions" / name / "lock" for name in ("stale", "held"))
     for lock in (stale, held):
         lock.parent.mkdir(parents=True)
@@ -408,7 +408,7 @@ def test_programs_see_an_allow_list_of_the_environment():
     assert {**wanted, **torchrun}.items() <= seen.items()
 
 
-def test_extensions_are_kept_from_sweep_to_sweep_where_the_home_directory_can_be_written(tmp_path):
+def test_extensions_are_kept_across_sweeps_if_the_home_directory_is_writable(tmp_path):
     shows = command(CASES["good"], "caches")
     rank = ScriptRank.from_env({})
     folders = {"report": Path("/report"), "error_file": Path("/error")}
@@ -427,7 +427,7 @@ def test_extensions_are_kept_from_sweep_to_sweep_where_the_home_directory_can_be
         assert seen("a", **node)[0] == str(tmp_path / "a/torch_extensions")
 
 
-def test_a_command_that_starts_its_ranks_speaks_for_all_of_them(cluster):
+def test_a_command_that_starts_its_ranks_reports_for_all_of_them(cluster):
     """One process has the node's two devices, and is told so; its ranks report to files of their own."""
     program = """
 devices = int(sys.argv[1])
@@ -456,7 +456,7 @@ for _ in range(devices):
     assert measurement.step_times_s == (0.11,) * 4
 
 
-def test_under_plain_torchrun_it_reports_as_well(tmp_path):
+def test_it_reports_under_plain_torchrun_too(tmp_path):
     spec, out = tmp_path / "spec.json", tmp_path / "report.json"
     spec.write_text(json.dumps(to_json(command(CASES["good"], "plain"))))
     module = [sys.executable, "-m", "trials.script.runner", "--spec", spec, "--out", out]

@@ -67,7 +67,7 @@ def train(call, model, steps=3):
         optimizer.step()
 
 
-def test_the_outermost_module_that_trains_is_found_once_and_left_as_it_was(watch):
+def test_the_outermost_training_module_is_found_once_and_unchanged(watch):
     net, teacher = Net(recompute=True), Net().requires_grad_(False)
     net.eval()(torch.randn(4, 16))  # evaluation, no gradients and frozen parameters make no root
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_several_roots_and_a_model_that_the_program_drops(watch):
     assert watch.roots.found[1].module is None  # no reference of ours keeps it
 
 
-def test_copies_and_files_hold_nothing_of_it(watch):
+def test_copies_and_files_contain_no_hook(watch):
     net = Net()
     train(net, net, steps=1)
     assert not is_compiled(net)
