@@ -83,7 +83,7 @@ def test_a_cluster_is_described_by_a_file_wherever_it_may_be_named(folder):
 
 @pytest.mark.representative("quickstart")
 @pytest.mark.parametrize("name", ["quickstart", "llama2-13b-ascend"])
-def test_examples_lie_complete_beside_each_other(folder, name):
+def test_examples_can_be_created_side_by_side(folder, name):
     assert name in json.loads(run("init", "--list", "--json").stdout)
     assert run("init", "--example", name).exit_code == 0
     assert run("plan", f"{name}.yaml", "--json").exit_code == 0
@@ -132,7 +132,7 @@ def test_a_script_for_every_shell(shell):
         subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
 
 
-def test_the_module_leaves_the_users_folder_off_its_path(folder):
+def test_the_module_keeps_the_current_folder_off_its_path(folder):
     """``python -m orchestrator`` in a folder with files called like packages."""
     for name in ("trials", "cluster", "configs"):
         (folder / name).mkdir()

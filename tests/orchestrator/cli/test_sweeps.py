@@ -35,7 +35,7 @@ def last_at_s(events):
     return events[-1].at_s + 1.0
 
 
-def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
+def test_ps_shows_running_waiting_paused_and_interrupted_sweeps(tmp_path):
     story = long_story.events(long_story.speeds(0.1, 0.08), finished=False)
     at_s = last_at_s(story)
     asked = ActionRequested(at_s=at_s, request=1, action="drain", by="anna@desk")
@@ -93,7 +93,7 @@ for line in ("ps", "status busy", "explain busy 3", "logs busy 3"):
 """
 
 
-def test_a_home_that_nobody_may_write_to_can_be_looked_at(tmp_path):
+def test_a_read_only_home_can_be_shown(tmp_path):
     """A real read-only mount: root may write anywhere else."""
     ledger = keep_running(tmp_path)
     ledger.close()
@@ -155,7 +155,7 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
     assert re.search(r"t005 .* best so far", said)
 
 
-def test_watch_ends_with_the_state_and_tells_failure_by_its_exit_code(tmp_path):
+def test_watch_ends_with_the_state_and_fails_by_exit_code(tmp_path):
     story = long_story.events(long_story.speeds(0.1), finished=False)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=last_at_s(story), reason="drained")])
     keep(
@@ -198,7 +198,7 @@ def test_a_sweep_left_alone_is_not_watched_forever(tmp_path, monkeypatch):
     assert [seen.phase for seen in follow(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
 
 
-def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypatch):
+def test_the_status_of_a_controller_is_shown_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNE_CLUSTER_CONTROLLER_MODE", "ray job")
     monkeypatch.setenv("TUNE_CLUSTER_JOB", "tune-busy")
     ledger = keep(tmp_path, "busy", running("busy"))
@@ -213,7 +213,7 @@ def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypat
     assert [(number, progress.phase, progress.step) for number, progress in seen.live.items()] == [(6, "warmup", 3)]
 
 
-def test_looking_again_reads_only_what_is_new(tmp_path):
+def test_a_second_read_reads_only_new_events(tmp_path):
     ledger = keep(tmp_path, "story", running("story"))
     first = read_snapshot(ledger)
     ledger.append(ended(5, measured(0.05), at_s=time.time()))

@@ -77,7 +77,7 @@ def run(*arguments):
         ),
     ],
 )
-def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, outcome, problem):
+def test_a_short_run_shows_whether_trials_can_be_measured(tmp_path, words, ok, outcome, problem):
     file = sweep(tmp_path, *words)
     result = run("check", file, "--home", tmp_path / "home", "--json")
     said = json.loads(result.stdout)
@@ -177,7 +177,7 @@ def test_a_virtual_cluster_has_nothing_to_check(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_search_path_of_the_programs_own_does_not_hide_the_hook(tmp_path):
+def test_a_pythonpath_set_by_the_program_does_not_hide_the_hook(tmp_path):
     file = sweep(tmp_path)
     content = yaml.safe_load(file.read_text())
     content["workload"]["env"] = {"PYTHONPATH": "{out}"}
@@ -227,7 +227,7 @@ def checked_with(report, **fields):
 @pytest.mark.parametrize(
     ("release", "is_known"), [("5.23.0", True), ("5.24.0.dev0", True), ("4.30.1", False), ("9.0", False)]
 )
-def test_a_release_that_the_recipe_does_not_know_is_refused(release, is_known):
+def test_a_release_unknown_to_the_recipe_is_refused(release, is_known):
     report = ScriptReport(versions=(("torch", "2.13.0"), ("transformers", release)))
     checked = checked_with(report, training=training("transformers"))
     assert checked.is_good is is_known

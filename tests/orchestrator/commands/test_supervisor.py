@@ -93,7 +93,7 @@ def test_exit_code_1_means_a_failed_sweep_only_where_the_ledger_says_so(home: Pa
 
 
 @pytest.mark.parametrize(("word", "code"), [("2", 2), ("130", 130), ("untaken-1", 1), ("untaken-75", 4)])
-def test_what_no_restart_can_mend_ends_it(home: Path, word: str, code: int) -> None:
+def test_errors_that_no_restart_fixes_end_it(home: Path, word: str, code: int) -> None:
     assert supervise(home, word)[0] == code
     assert len(pids(home)) == 1
 

@@ -101,7 +101,7 @@ def run_and_check(scenario, tmp_path, expected, *deaths):
 
 
 @pytest.mark.exhaustive
-def test_killed_again_while_going_on(tmp_path):
+def test_killed_again_while_resuming(tmp_path):
     expected, points = undisturbed()
     rng = random.Random(0)
     for _ in range(15):
@@ -109,7 +109,7 @@ def test_killed_again_while_going_on(tmp_path):
         run_and_check(SWEEP, tmp_path, expected, first, second, third)
 
 
-def test_killed_around_the_users_own_evaluation(tmp_path):
+def test_killed_around_the_custom_evaluation(tmp_path):
     scenario = Scenario(evaluation=("/bin/true",))
     expected, points = undisturbed(scenario)
     assert [one.passed for one in expected.verdict.evaluations] == [True]
@@ -136,7 +136,7 @@ def test_the_same_is_proposed_whatever_the_sampler(sampler, num_points, tmp_path
         run_and_check(scenario, tmp_path, expected, at)
 
 
-def test_a_cancellation_stands_wherever_the_controller_dies(tmp_path):
+def test_a_cancellation_persists_wherever_the_controller_dies(tmp_path):
     scenario = Scenario(wishes=((2, checkpoint.action("cancel")),))
     expected, points = undisturbed(scenario)
     assert (expected.status, expected.finish_reason) == ("cancelled", "cancelled by user")

@@ -230,7 +230,7 @@ class Controller(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.state.is_over)
     @rule(action=actions, rarely=st.integers(0, 3))
-    def somebody_asks(self, action, rarely):
+    def a_user_requests_an_action(self, action, rarely):
         if rarely:
             return
         before = self.state
@@ -238,7 +238,7 @@ class Controller(RuleBasedStateMachine):
         assert self.state.requested_action == ("cancel" if before.requested_action == "cancel" else action)
 
     @rule(kinds=st.sets(st.sampled_from(RETRIABLE), min_size=1))
-    def somebody_retries(self, kinds):
+    def a_user_retries(self, kinds):
         before = self.state
         trials = chosen(before, kinds)
         self.happens(TrialsRetried(at_s=self.now_s, request=before.num_requests + 1, trials=trials, by="user"))
@@ -251,7 +251,7 @@ class Controller(RuleBasedStateMachine):
             assert not self.state.is_over or not trials
 
     @rule(budget=budgets)
-    def somebody_changes_the_budget(self, budget):
+    def a_user_changes_the_budget(self, budget):
         before = self.state
         self.happens(BudgetChanged(at_s=self.now_s, request=before.num_requests + 1, budget=budget, by="user"))
         self.num_trials_before_limit = len(before.trials)

@@ -61,12 +61,12 @@ class Lives(RuleBasedStateMachine):
     a_controller_dies_later = rule(num_steps=st.integers(20, 70))(lives)
 
     @rule(body=wishes, num_more_ended=st.integers(0, 4))
-    def somebody_will_ask(self, body, num_more_ended):
+    def a_user_will_request(self, body, num_more_ended):
         self.wishes = (*self.wishes, (len(self.state().end_order) + num_more_ended, body))
 
     @precondition(is_begun)
     @rule(body=wishes)
-    def somebody_asks_while_no_controller_is_there(self, body):
+    def a_user_requests_without_a_controller(self, body):
         with Ledger(self.path) as ledger, ledger.hold(), patch.object(step, "recovered", self._recovered):
             ledger.add_request(body, by="user", at_s=0.0)
             state = step.apply_requests(ledger, self.path)
@@ -81,7 +81,7 @@ class Lives(RuleBasedStateMachine):
         self.world.node_losses.setdefault(node.name, self.world.now_s + in_s)
 
     @invariant()
-    def nothing_is_there_twice(self):
+    def nothing_exists_twice(self):
         with Ledger(self.path) as ledger:
             events = list(ledger.events())
         launched = Counter(event.token for event in events if isinstance(event, AttemptLaunched))

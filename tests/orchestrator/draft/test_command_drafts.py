@@ -95,7 +95,7 @@ def test_a_command_becomes_a_sweep_that_can_be_planned(folder, recipe):
     assert planned["num_legal"] >= 3
 
 
-def test_a_batch_that_cannot_be_read_is_asked_for(folder):
+def test_an_unreadable_batch_size_must_be_given(folder):
     (folder / "odd.py").write_text("import sys\nprint(sys.argv)\n")
     asked = run("init", "--no-run", "--", "python", "odd.py", "--size", "8")
     assert asked.exit_code == 2
