@@ -78,7 +78,7 @@ def as_typed(value, fact):
 @pytest.mark.slow
 @pytest.mark.representative("accelerate")
 @pytest.mark.parametrize("name", NEEDS)
-def test_the_real_package_accepts_every_export_and_reads_it_as_we_do(name, tmp_path):
+def test_the_real_package_accepts_every_export_and_reads_the_same_values(name, tmp_path):
     skip_without(*NEEDS[name])
     mixture = [(Candidate(precision=O2), with_experts(EXPERTS["shared"]))] if name == "torchtitan" else []
     made = written(name, [*configurations(90, seed=1), *mixture], tmp_path)
@@ -120,7 +120,7 @@ def derived(candidate, workload):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["mindformers", "paddlenlp"])
-def test_the_facts_are_those_of_the_installed_package(package):
+def test_the_facts_match_the_installed_package(package):
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def test_the_facts_are_those_of_the_installed_package(package):
 
 
 @pytest.mark.slow
-def test_megatron_understands_every_export_as_we_do(tmp_path):
+def test_megatron_reads_the_same_values_from_every_export(tmp_path):
     skip_without("megatron")
     skip_without("megatron.training")  # megatron-core alone has no parser
     made = written("megatron", goldens.configurations()[:100], tmp_path)

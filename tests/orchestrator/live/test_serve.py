@@ -55,7 +55,7 @@ def test_without_a_store_the_page_comes_first_and_alone(home):
 
 
 @pytest.mark.exhaustive
-def test_mlflow_is_served_beside_it_and_both_lead_to_each_other(home):
+def test_mlflow_is_served_too_and_both_link_to_each_other(home):
     new_store(home.path)
     with home.open("proven", read_only=False) as ledger:
         Recorded(experiment_id="1", run_id="f" * 32).put(ledger)
@@ -66,7 +66,7 @@ def test_mlflow_is_served_beside_it_and_both_lead_to_each_other(home):
             assert "MLflow" in answer.read().decode()
 
 
-def test_ports_that_were_asked_for_are_not_changed(home):
+def test_requested_ports_are_not_changed(home):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -123,7 +123,7 @@ def told(*events: Event, after_failures: int = 3) -> list[str | None]:
     return found
 
 
-def test_a_sweep_that_the_controller_ends_for_its_budget_is_told_as_budget() -> None:
+def test_a_sweep_ended_by_its_budget_is_reported_as_budget() -> None:
     events = [created(budget=Budget(max_trials=1)), *trial(0, measured())]
     (finish,) = decide(fold(events))
     assert isinstance(finish, Finish)
@@ -137,7 +137,7 @@ def test_a_sweep_that_the_controller_ends_for_its_budget_is_told_as_budget() -> 
     assert told(*events, SweepPaused(at_s=9.0, reason="x"))[-1] == "paused"
 
 
-def test_faults_in_a_row_are_told_once_and_kills_on_purpose_do_not_count() -> None:
+def test_consecutive_faults_are_reported_once_without_deliberate_kills() -> None:
     killed = GangLost(evidence=evidence(), cause="controller")
     outcomes = [FAULT, killed, FAULT, measured(), FAULT, FAULT, killed, FAULT, FAULT, FAULT]
     events = [created(), *(event for number, outcome in enumerate(outcomes) for event in trial(number, outcome))]
@@ -145,7 +145,7 @@ def test_faults_in_a_row_are_told_once_and_kills_on_purpose_do_not_count() -> No
     assert numbers == [7]
 
 
-def test_a_node_that_goes_out_of_service_is_told_once() -> None:
+def test_a_node_out_of_service_is_reported_once() -> None:
     events: list[Event] = [created(budget=Budget(strikes_per_node=2))]
     for attempt in range(3):
         place = (Device(node="host", index=0),)
@@ -158,7 +158,7 @@ def test_a_node_that_goes_out_of_service_is_told_once() -> None:
 # ---- how it is delivered ----
 
 
-def test_a_webhook_that_is_down_fails_and_redirects_gets_everything_in_order_once_it_is_up(
+def test_an_unreliable_webhook_gets_everything_in_order_once_it_is_up(
     webhook: Receiver, ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = iter([500, 302, 200, 404])
@@ -184,7 +184,7 @@ def test_a_webhook_that_is_down_fails_and_redirects_gets_everything_in_order_onc
     assert "responded with 500" in caplog.text
 
 
-def test_a_slow_webhook_holds_up_neither_the_sweep_nor_the_command_and_gets_its_turn_later(
+def test_a_slow_webhook_blocks_neither_sweep_nor_command_and_is_served_later(
     webhook: Receiver, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_answer = threading.Event()
@@ -228,7 +228,7 @@ def test_a_failing_command_is_reported_once_without_secrets(
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
 
 
-def test_a_command_that_hangs_is_killed_at_its_deadline_with_what_it_has_started(
+def test_a_hanging_command_is_killed_at_its_deadline_with_its_children(
     ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifications, "TIMEOUT_S", 1.0)
@@ -274,7 +274,7 @@ def test_a_delivery_that_hangs_is_abandoned_and_does_not_touch_the_cursor_of_the
     assert len(caplog.records) == 1
 
 
-def test_what_a_killed_controller_has_not_delivered_the_next_one_does(
+def test_undelivered_events_of_a_killed_controller_are_delivered_by_the_next(
     webhook: Receiver, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies while the receiver is told of the first of two events."""
@@ -305,7 +305,7 @@ def test_what_a_killed_controller_has_not_delivered_the_next_one_does(
     assert webhook.events[-2:] == ["repeated_failure", "finished"]
 
 
-def test_nothing_is_started_for_trials_that_go_well(webhook: Receiver, ledger: Ledger) -> None:
+def test_nothing_is_started_for_successful_trials(webhook: Receiver, ledger: Ledger) -> None:
     notifier = Notifier(NotifySection(webhook_env="TEST_WEBHOOK"))
     write(ledger, created(), *trial(0, measured()), *trial(1, failures()["oom"]))
     assert notifier.sync(ledger, fold(ledger.events())) == 0
@@ -345,13 +345,13 @@ def test_section_refuses(data: dict[str, Any], word: str) -> None:
     assert "T0/abc" not in "".join(error["msg"] for error in caught.value.errors())
 
 
-def test_everything_is_told_unless_the_file_says_otherwise() -> None:
+def test_all_events_are_reported_unless_configured_otherwise() -> None:
     assert tuple(NotifySection(command=["cat"]).on) == EVENTS
     with pytest.raises(ValidationError, match="no receiver"):
         NotifySection()
 
 
-def test_check_names_what_is_missing_without_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_missing_settings_without_showing_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="TEST_WEBHOOK is not set"):
         check_notify(NotifySection(webhook_env="TEST_WEBHOOK"))
     monkeypatch.setenv("TEST_WEBHOOK", f"{SECRET}/no-url")

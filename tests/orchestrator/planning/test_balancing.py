@@ -65,7 +65,7 @@ def said_of(candidate, workload=WORKLOAD, where=None):
 
 @settings(max_examples=25, deadline=None)
 @given(frames(), st.sampled_from([0.6, 0.8, 1.0]))
-def test_what_the_balancer_expects_is_what_the_cost_model_says_of_its_answer(frame, share):
+def test_the_balancer_expects_what_the_cost_model_predicts(frame, share):
     try:
         problem = problem_of(WORKLOAD, frame, cluster(), cost_model(), policies(), memory_share=share)
         found = balance(problem, time_limit_s=600)  # of a busy machine
@@ -84,7 +84,7 @@ def test_what_the_balancer_expects_is_what_the_cost_model_says_of_its_answer(fra
 
 @settings(max_examples=25, deadline=None)
 @given(frames(), st.sampled_from([512, 4096]), st.sampled_from([32e9, 45e9, 58e9]), st.sampled_from([0.8, 1.0]))
-def test_what_the_balancer_calls_fitting_fits_by_the_cost_model(frame, seq_length, memory_bytes, share):
+def test_answers_of_the_balancer_fit_by_the_cost_model(frame, seq_length, memory_bytes, share):
     """Short sequences: the optimiser step is the worst moment. Gathering again: the model averages over all layers."""
     workload, where = dataclasses.replace(WORKLOAD, seq_length=seq_length), cluster(memory_bytes)
     again = Recompute(communication=((40,),)) if frame.layout.sequence_parallel else Recompute()
@@ -170,7 +170,7 @@ def plan(folder, *options, **changes):
     return json.loads(done.stdout) if "--json" in options else done.stdout
 
 
-def test_a_plan_has_balanced_candidates_and_says_how_they_came_about(tmp_path):
+def test_a_plan_has_balanced_candidates_and_explains_them(tmp_path):
     found = plan(tmp_path, "--json")
     balanced = [candidate for candidate in found["candidates"] if "balance" in candidate]
     assert len(balanced) == found["num_balanced"] >= 2
@@ -185,7 +185,7 @@ def test_a_plan_has_balanced_candidates_and_says_how_they_came_about(tmp_path):
     assert f"{len(balanced)} of them balanced by the cost model" in plan(tmp_path)
 
 
-def test_what_cannot_be_balanced_is_said(tmp_path):
+def test_unbalanceable_workloads_are_reported(tmp_path):
     linear = {"workload": {"model": {"kind": "linear", "size": 64, "num_layers": 2}, "global_batch_size": 8}}
     cpu = {"cluster": {"kind": "local", "device": "cpu"}, "baseline": {}, "space": {"balance": True, "world_size": 1}}
     assert "not balanced: the cost model balances decoders" in plan(tmp_path, **linear, **cpu)

@@ -57,7 +57,7 @@ def test_the_script_starts_the_command_with_copies_from_any_folder(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == {"zero": {"stage": 1}}
 
 
-def test_what_only_its_starter_knows_is_asked_for(tmp_path):
+def test_values_known_only_at_launch_are_requested(tmp_path):
     _, made = promoted(tmp_path, "own")
     done = started(tmp_path / "there", made)
     assert done.returncode != 0
@@ -71,7 +71,7 @@ def test_ranks_are_started_by_torchrun(tmp_path):
     assert json.loads(done.stdout)["world"] == "2"
 
 
-def test_changes_show_what_differs_and_nothing_else(tmp_path):
+def test_changes_show_only_differences(tmp_path):
     spec, made = promoted(tmp_path, "own")
     assert made.files[CHANGES] == made.changes
     assert "+MODE=a b" in made.changes
@@ -85,7 +85,7 @@ def test_changes_show_what_differs_and_nothing_else(tmp_path):
     assert "stage" not in same.changes
 
 
-def test_what_starts_the_ranks_is_no_change(tmp_path):
+def test_launch_options_are_no_change(tmp_path):
     (tmp_path / "train.py").write_text("")
     run = ["torchrun", "--nproc-per-node", "2", "train.py", "--per_device_train_batch_size", "2", "--use_cpu",
            "--gradient_accumulation_steps", "4", "--output_dir", "out"]  # fmt: skip
@@ -103,7 +103,7 @@ def test_what_starts_the_ranks_is_no_change(tmp_path):
     ]
 
 
-def test_what_only_trials_need_is_not_exported(tmp_path):
+def test_arguments_only_for_trials_are_not_exported(tmp_path):
     (tmp_path / "train.py").write_text("")
     run = ["python", "train.py", "-b", "{micro_batch_size}", "-o", "mine", "config.json", "--workers", "{num_workers}"]
     trial = ["-o", "{out}", "--log-interval", "1", "trainer.log=1"]

@@ -195,7 +195,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
 
 @pytest.mark.representative("digests made right by hand", "version in production deleted")
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_was_changed_by_hand_is_noticed_or_does_no_harm(tmp_path: Path, attack: str) -> None:
+def test_manual_changes_are_noticed_or_harmless(tmp_path: Path, attack: str) -> None:
     store = Store(tmp_path)
     act, expected = ATTACKS[attack]
     act(store)
@@ -210,7 +210,7 @@ def test_what_was_changed_by_hand_is_noticed_or_does_no_harm(tmp_path: Path, att
 
 
 @pytest.mark.exhaustive
-def test_a_gap_in_the_records_is_told(tmp_path: Path) -> None:
+def test_a_gap_in_the_records_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert commands.history(NAME, store.home)["gaps"] == []
     store.purge(2)

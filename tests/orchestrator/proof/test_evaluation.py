@@ -54,7 +54,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_is_told_the_facts_and_passes_by_exiting_with_0(tmp_path: Path) -> None:
+def test_gets_the_facts_and_passes_by_exiting_with_0(tmp_path: Path) -> None:
     code = (
         "import json, os, sys\n"
         "told = json.load(open(sys.argv[1]))\n"
@@ -88,7 +88,7 @@ def test_fails_where_its_folder_cannot_be_written(tmp_path: Path) -> None:
     assert not found.passed and "Not a directory" in found.output_tail[0]
 
 
-def test_no_shell_takes_its_words(tmp_path: Path) -> None:
+def test_arguments_are_not_interpreted_by_a_shell(tmp_path: Path) -> None:
     found = run(["echo", "$HOME", "; touch x", "{facts}s", "{other}"], tmp_path)
     assert found.output_tail == (f"$HOME ; touch x {tmp_path}/facts.jsons {{other}}",)
 
@@ -106,7 +106,7 @@ def stray_pids(log: Path) -> list[int]:
     return [int(word) for word in log.read_text().split()[:2]] if log.exists() else []
 
 
-def test_is_killed_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
+def test_is_killed_at_its_deadline_with_its_children(tmp_path: Path) -> None:
     found = run(python(STRAY.format(then="time.sleep(1000)")), tmp_path, timeout_s=1.0)
     assert (found.passed, found.exit_code) == (False, None)
     assert found.output_tail[-1] == "killed: not finished after 1 s"
@@ -118,7 +118,7 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not any(map(is_alive, stray_pids(tmp_path / "output.log")))
 
 
-def test_is_killed_when_asked(tmp_path: Path) -> None:
+def test_is_killed_on_request(tmp_path: Path) -> None:
     process = EvaluationProcess()
     process.start(tuple(python(STRAY.format(then="time.sleep(1000)"))), FACTS, tmp_path, 1000.0)
     pids = wait_for(lambda: stray_pids(tmp_path / "output.log") or None)
@@ -176,7 +176,7 @@ def story() -> SweepState:
     return fold([created(), *searched, chosen, *trained])
 
 
-def test_facts_say_what_was_found(tmp_path: Path) -> None:
+def test_facts_describe_the_findings(tmp_path: Path) -> None:
     state = story()
     report = gate_report(state, 1, GateSettings(num_steps=3))
     assert report is not None and report.passed
