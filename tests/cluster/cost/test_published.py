@@ -125,7 +125,7 @@ def rewritten(tmp_path, *, drop="", **changes):
         ({"layers": "", "hidden": "", "n_params": ""}, "neither the architecture nor"),
     ],
 )
-def test_what_cannot_be_described_is_counted_with_its_reason(tmp_path, changes, reason):
+def test_indescribable_rows_are_counted_with_a_reason(tmp_path, changes, reason):
     rows, notes = read_what_can_be(rewritten(tmp_path, drop="compile", **changes))
     assert len(rows) == len(read_table(TABLE))
     assert notes == ["no column compile: read as blank", "column split left out"]

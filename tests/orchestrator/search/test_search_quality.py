@@ -96,7 +96,7 @@ def test_published_problems_are_solved_within_few_trials_from_nothing():
     assert np.mean(trials) <= 4
 
 
-def test_a_later_sweep_knows_the_trials_of_earlier_ones_and_nothing_else():
+def test_a_later_sweep_learns_only_from_trials_of_earlier_ones():
     problems = [problem for problem in load_problems(TABLE) if problem.source == "vtrain-single"]
     (first, alone), (second, taught) = in_sequence(problems, "unseen", 0)
     assert alone.history == {}
