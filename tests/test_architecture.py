@@ -49,7 +49,7 @@ def test_files_keep_to_the_size_budget():
 
 
 def test_a_module_name_has_one_meaning():
-    """Paths and tracebacks show base names: each tells its module from all others."""
+    """Paths and tracebacks show base names: each identifies its module."""
     places = defaultdict(list)
     for name in MODULES:
         base = name.rpartition("/")[2]

@@ -227,6 +227,6 @@ def test_a_quick_run_compares_every_way_of_a_layout(tmp_path, capsys):
 
 
 def test_the_interval_of_a_median_is_the_binomials():
-    """Of 15 values the 4th and the 12th: 3 or fewer of 15 lie on one side with a probability of 0.0176."""
+    """Of 15 values the 4th and the 12th: 3 or fewer of 15 are on one side with a probability of 0.0176."""
     ratio = trial_speed._ratio([float(value) for value in range(1, 16)])
     assert (ratio.value, ratio.low, ratio.high) == (8.0, 4.0, 12.0)

@@ -129,7 +129,7 @@ def test_shown_yaml_is_accepted(block, tmp_path):
 
 
 def reported_ids():
-    """Every word by which the program says that something did not go as wished."""
+    """Every id by which the program reports a failure."""
     yield from (rule.id for rule in RULES)
     yield from FinishCause
     yield from (kind.kind for kind in get_args(outcome.Failure))
@@ -208,7 +208,7 @@ def test_the_script_for_slurm_is_sound():
 
 
 def test_the_cluster_for_kuberay_is_complete():
-    """Every mount has its volume in all pods, and those with GPUs ask Ray and Kubernetes for as many."""
+    """Every mount has its volume in all pods, and those with GPUs request as many from Ray and Kubernetes."""
     spec = yaml.safe_load((ROOT / "docs" / "operation" / "raycluster.yaml").read_text(encoding="utf-8"))["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     for pod, (container,) in ((group["template"]["spec"], group["template"]["spec"]["containers"]) for group in groups):

@@ -508,7 +508,7 @@ except Exception as error:
 
 
 def knock(address, settings):
-    """What a process with these settings in the place of ours hears from the Ray at ``address``."""
+    """The answer of the Ray at ``address`` to a process with these settings."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", DOOR, address]
     done = subprocess.run(command, env=env | settings, capture_output=True, text=True, timeout=120, check=False)
@@ -537,7 +537,7 @@ def test_the_private_ray_requires_its_token(tmp_path, monkeypatch):
 
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "someone"))  # with no token of its own
+    monkeypatch.setenv("HOME", str(tmp_path / "someone"))  # without a token
     with connect(ClusterRequest(device="cpu", devices_per_node=2), workdir=tmp_path / "work"):
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         secret = token.read_text()

@@ -1,4 +1,4 @@
-"""What docs/security.md says that the code never does, checked in every source file."""
+"""What the code never does according to docs/security.md, checked in every source file."""
 
 import ast
 import functools

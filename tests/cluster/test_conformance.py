@@ -27,7 +27,7 @@ WITH_PROCESSES = [backend for backend in EVERY if backend.values[0] in MARKS]
 
 @pytest.fixture(scope="module")
 def made(request, tmp_path_factory):
-    """Backends that tests share, by name, each made when it is first asked for."""
+    """Backends that tests share, by name, each made on first use."""
     found = Made(request, tmp_path_factory)
     yield found
     for name in found.keys() - {"local"}:
@@ -136,7 +136,7 @@ def test_one_end(backend):
     events += backend.wait(0.5)
     ends = [event.attempt_id for event in events if isinstance(event, GangEnded)]
     assert ends == [works.attempt_id, fails.attempt_id, killed.attempt_id]
-    assert isinstance(events[-1], GangEnded), "nothing is told of a gang after its end"
+    assert isinstance(events[-1], GangEnded), "no event follows the end of a gang"
 
 
 def test_identity(backend):

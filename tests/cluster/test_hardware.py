@@ -95,7 +95,7 @@ def test_finds_devices_by_name(text, name):
         ("NVIDIA B200 MIG 3g.90gb", "bfloat16", None),
         ("Tesla V100-SXM2-32GB", "bfloat16", None),
         ("NVIDIA A100-SXM4-80GB", "float8", None),
-        ("NVIDIA H800 PCIe", "bfloat16", None),  # a form with a peak of its own
+        ("NVIDIA H800 PCIe", "bfloat16", None),  # a form with a different peak
         ("NVIDIA RTX A1000", "bfloat16", None),
         ("NVIDIA H20", "bfloat16", None),
         ("NVIDIA GeForce RTX 3090", "float16", 71.0e12),  # accumulated in float32, as torch does
@@ -104,7 +104,7 @@ def test_finds_devices_by_name(text, name):
         ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
         ("NVIDIA RTX 6000 Ada Generation Max-Q", "bfloat16", None),
-        ("Intel(R) Xeon(R) CPU Max 9480", "float32", 8.0e10),  # "Max" alone tells no other form
+        ("Intel(R) Xeon(R) CPU Max 9480", "float32", 8.0e10),  # "Max" alone implies no other form
         ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5e12),
         ("NVIDIA RTX 6000 Ada Generation", "float8", 728.5e12),
         ("Quadro RTX 6000", "float16", None),
@@ -120,7 +120,7 @@ def test_finds_devices_by_name(text, name):
         ("AMD Instinct MI210", "tf32", None),
         ("AMD Instinct MI250X", "bfloat16", None),
         ("AMD Instinct MI300X OAM", "tf32", 653.7e12),
-        ("AMD Instinct MI355X", "tf32", None),  # torch asks for it, and has it emulated at a rate that nobody states
+        ("AMD Instinct MI355X", "tf32", None),  # torch requests it and has it emulated at an unpublished rate
         ("Ascend910B2", "bfloat16", 353.9e12),
         ("Ascend910B", "bfloat16", None),  # was also a name of the generation before
         ("Ascend910B3", "bfloat16", None),
@@ -193,7 +193,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Makes this host one with these tools, and with drivers only where a test says so."""
+    """Makes this host one with these tools, and with drivers only where a test requests them."""
     discovery._warn.cache_clear()
     for kind, source in list(discovery._MAKERS.items()):
         monkeypatch.setitem(discovery._MAKERS, kind, replace(source, driver_files=()))
@@ -278,7 +278,7 @@ def test_devices_of_other_vendors_are_found_under_auto(host, programs, expected,
 
 
 def test_devices_that_hip_would_count_otherwise_are_refused(host, monkeypatch):
-    """Slurm sets the variable; a rank told device 1 by the tool's numbers would find another one, or none."""
+    """Slurm sets the variable; a rank given device 1 by the tool's numbers would find another one, or none."""
     host(rocm_smi=vendors.ROCM)
     num_devices = discover_node().num_devices
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
@@ -294,7 +294,7 @@ def test_tiles_are_numbered_as_ranks_see_them(host, monkeypatch):
     assert FAMILIES["xpu"].order_variables == {"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
     monkeypatch.setenv("ZE_AFFINITY_MASK", "1,2")
     assert [(one.name, one.bus_id) for one in discover_node().handles] == [("1", "0000:29:00.0"), ("2", "0000:3a:00.0")]
-    assert device_uses("xpu", discover_node().handles) == [], "memory in use is told of whole cards"
+    assert device_uses("xpu", discover_node().handles) == [], "memory in use is reported for whole cards"
     monkeypatch.setenv("ZE_FLAT_DEVICE_HIERARCHY", "COMPOSITE")
     with pytest.raises(DeviceError, match=r"ZE_AFFINITY_MASK=1,2 numbers cards under .*=COMPOSITE.*unset the latter"):
         discover_node()
@@ -312,7 +312,7 @@ def test_an_empty_limit_hides_nothing_from_hip_and_is_logged(host, monkeypatch, 
     assert discover_node().num_devices == 2
     assert "CUDA_VISIBLE_DEVICES is empty, which hides no device of kind rocm" in caplog.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [one.name for one in discover_node().handles] == ["1"], "HIP asks the other variable"
+    assert [one.name for one in discover_node().handles] == ["1"], "HIP reads the other variable"
     for name, value in without_devices({}).items():
         monkeypatch.setenv(name, value)
     assert discover_node().device_kind == "cpu"
@@ -401,7 +401,7 @@ def test_an_omitted_gpu_is_logged(host, monkeypatch, caplog, tool, names, words)
         discover_node(num_devices=2)
     caplog.clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[0])
-    assert discover_node().num_devices == 1 and not caplog.text, "the others are not asked for"
+    assert discover_node().num_devices == 1 and not caplog.text, "the others are not requested"
 
 
 def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):

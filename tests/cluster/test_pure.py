@@ -38,7 +38,7 @@ def test_a_report_starts_the_stall_clock_and_a_new_phase_its_own():
 def test_concurrent_compilations_count_once_and_are_bounded():
     compiling = CompileTime(left_s=10.0)
     assert compiling.passed(0.0, 4.0) == 4.0
-    assert compiling.passed(2.0, 6.0) == 2.0, "another rank, of whose time half is known"
+    assert compiling.passed(2.0, 6.0) == 2.0, "another rank, half of whose time is counted already"
     assert compiling.passed(6.0, 20.0) == 4.0, "all that was left"
     assert (compiling.passed(20.0, 30.0), compiling.left_s) == (0.0, 0.0)
 

@@ -178,7 +178,7 @@ def test_lower_priorities_do_not_affect_the_minimum_of_higher_ones(situation):
 
 @given(situations())
 def test_every_claim_gets_its_turn_when_sweeps_end(situation):
-    """Let the nodes follow the grants; whoever has run ends. All that can run at all get their turn."""
+    """Let the nodes follow the grants; sweeps that have run end. All that can run at all get their turn."""
     claims, num_nodes, policy = situation
     left = {c.sweep: replace(c, held=0) for c in claims}
     for _ in range(3 * len(claims)):

@@ -1,4 +1,4 @@
-"""The tutorial's commands, run in its order as a new user would, each in a process of its own."""
+"""The tutorial's commands, run in its order as a new user would, each in a separate process."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support import ROOT
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 MAY_DRIFT = (0, 1, 3)
-"""Exit codes of ``verify``: other tests run beside it."""
+"""Exit codes of ``verify``: other tests run at the same time."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 

@@ -1,7 +1,7 @@
 """Devices: kinds, health on NVML's interface, memory outside the allocator, what a rank does with its device; NPUs.
 
 NPUs are a stand-in of torch_npu (``tests/support/ascend``): torch's own kind of device for extensions, whose memory is
-the host's. What an Ascend does is not tested here; what trials ask of the package is."""
+the host's. What an Ascend does is not tested here; what trials use of the package is."""
 
 # ruff: noqa: N802  # names are NVML's
 from __future__ import annotations
@@ -217,7 +217,7 @@ def test_a_slice_has_the_clocks_of_its_gpu(driver):
     ],
 )
 def test_a_slice_has_the_name_that_nvml_uses(monkeypatch, visible, name, index, expected):
-    """torch gives the digits alone; with the prefix of whole GPUs NVML would know no such device, and tell nothing."""
+    """torch gives the digits alone; with the prefix of whole GPUs NVML would find no device and report nothing."""
     module = SimpleNamespace(
         get_device_properties=lambda _: SimpleNamespace(uuid=UUID[4:]), get_device_name=lambda _: name
     )
@@ -287,7 +287,7 @@ GIB = 1 << 30
 
 
 class Memory(SimpleNamespace):
-    """80 GiB, of which somebody has 1 GiB and the allocator 30; what it may take is kept in ``allowed``."""
+    """80 GiB, of which another process has 1 GiB and the allocator 30; what it may take is kept in ``allowed``."""
 
     free, reserved, total = 49 * GIB, 30 * GIB, 80 * GIB
     allowed: float = 0.0
@@ -377,7 +377,7 @@ def run(spec):
 
 
 def test_health_is_set_up_in_warmup_and_sampled_while_measuring(own_driver):
-    """The package's import and NVML's start would lie in the first measured steps."""
+    """The package's import and NVML's start would fall into the first measured steps."""
     told = []
     own = RankDevice(tiny_spec(), torch.device("cpu"))
     tell = own.watched(lambda phase, **_: told.append(phase))
@@ -433,7 +433,7 @@ STAND_IN = ROOT / "tests/support/ascend"
 
 
 def train(tmp_path, spec):
-    """Report of the only rank, and what it asked of the device."""
+    """Report of the only rank, and its calls to the device."""
     (tmp_path / "spec.json").write_text(json.dumps(to_json(spec)))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{STAND_IN}"}
     command = [sys.executable, STAND_IN / "train.py", tmp_path / "spec.json", tmp_path / "answer.json"]
@@ -460,7 +460,7 @@ def test_a_trial_runs_on_the_device_as_on_cores(tmp_path):
     assert (report.device_memory.total_bytes, report.device_memory.settings) == (64 << 30, "")
     assert report.device_memory.outside_bytes <= 4 << 30
     assert names.count("set_per_process_memory_fraction") == 2, "again when communicators have been made"
-    assert report.findings.devices == (), "NVML knows no NPU"
+    assert report.findings.devices == (), "NVML has no NPUs"
     assert report.breakdown.backward_s > 0
 
 

@@ -1,4 +1,4 @@
-"""Buckets of ZeRO-1: what lies in which, and which queue touches them when."""
+"""Buckets of ZeRO-1: their content, and which queue accesses them when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON and back: nothing is lost, and what is wrong is said with the place where it is."""
+"""JSON and back: nothing is lost, and errors name their place."""
 
 from __future__ import annotations
 

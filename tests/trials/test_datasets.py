@@ -226,7 +226,7 @@ TOKENS = TokenBatches(
 
 
 class WorkerIds(StepBatches):
-    """Three steps an epoch; an item tells its step and the process that read it."""
+    """Three steps an epoch; an item holds its step and the process that read it."""
 
     def __init__(self):
         super().__init__(Share(global_batch_size=1), 3)

@@ -378,7 +378,7 @@ def test_closing_the_iterator_ends_the_children(monkeypatch):
 def test_unseen_releases_are_inferred_from_addresses():
     live = {100: 50}
     assert peak_bytes(live, [], [(200, 50), (100, -50), (300, 10)]) == 100
-    assert peak_bytes(live, [(120, 40)], [(300, 10)]) == 50, "the first must be gone where the second lies"
+    assert peak_bytes(live, [(120, 40)], [(300, 10)]) == 50, "the first must be freed where the second is"
     assert peak_bytes(live, [(200, 50), (200, -50)], [(400, 20)]) == 70, "what was released before does not count"
 
 
@@ -401,7 +401,7 @@ def _most(run, category, phase=""):
 
 
 def test_accumulating_shards_holds_no_whole_gradients():
-    """Between micro-batches ZeRO-3 holds half the gradients on two ranks, unless asked to keep them whole."""
+    """Between micro-batches ZeRO-3 holds half the gradients on two ranks, unless configured to keep them whole."""
     each, last = (_simulated("ZeRO-3 x2", 2, gradient_reduction=when) for when in ("each", "last"))
     whole = 2 * 4 * each.num_parameters
     assert _most(last, "grad") >= whole

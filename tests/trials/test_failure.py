@@ -66,7 +66,7 @@ def test_kind_by_type_or_message(error, kind):
 
 @pytest.mark.parametrize("text", RAISED, ids=str)
 def test_messages_of_libraries_are_classified(text):
-    """Whichever error carries them; what cuBLAS and cuDNN say is about memory only where there is none left."""
+    """Whichever error carries them; errors of cuBLAS and cuDNN mean memory only where none is left."""
     assert classify(text.raised(), text.device) == text.kind
     assert classify(text.raised(), text.device, is_memory_full=True) == text.kind_if_full
 

@@ -70,7 +70,7 @@ def test_matmul_precision_is_restored_even_after_an_error():
 
 
 def test_convolutions_compute_in_the_precision_of_matmuls():
-    """Torch leaves convolutions on TF32 unless told; the ways to ask agree, or asking is an error."""
+    """Torch leaves convolutions on TF32 by default; the settings agree, or reading them is an error."""
     convolutions = torch.backends.cudnn
     assert convolutions.allow_tf32
     for precision, is_short in (("highest", False), ("high", True), ("medium", True)):
@@ -268,7 +268,7 @@ def test_a_slow_compilation_reports_progress_until_it_ends(told, beats):
         assert set(told[1:-1]) == {("warmup", 1, True)}
         num_told = len(told)
         time.sleep(0.3)
-        assert len(told) == num_told, "whoever does not compile is silent, so that a hang is found"
+        assert len(told) == num_told, "without compilation it is silent, so that a hang is found"
 
 
 def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, beats, monkeypatch):

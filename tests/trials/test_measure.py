@@ -205,7 +205,7 @@ class Queue:
 
 
 class LateMark:
-    """An event: nobody can read it before the device has come to it."""
+    """An event: it cannot be read before the device has reached it."""
 
     def __init__(self, device):
         self.device = device

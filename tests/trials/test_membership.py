@@ -41,7 +41,7 @@ def test_the_reporting_rank_leaves_last(monkeypatch):
     monkeypatch.setenv(mesh.COLLECTIVE_TIMEOUT_VARIABLE, "3000")
     with mesh.process_group(ALONE, CPU):
         pass
-    assert dist.is_initialized(), "the report is still to be told"
+    assert dist.is_initialized(), "the report is not sent yet"
     assert mesh.leave_gang(ends_process=True)
     assert not dist.is_initialized()
     assert mesh.leave_gang(), "there is nothing to leave any more"
@@ -69,7 +69,7 @@ class Options(dist.ProcessGroupGloo._Options):
 
 
 def groups_of(layout, backend):
-    """Timeouts in s of the hurried options made, which axes have a group of their own, and what they sum up."""
+    """Timeouts in s of the hurried options made, which axes have a separate group, and what they sum up."""
     os.environ[mesh.COLLECTIVE_TIMEOUT_VARIABLE] = "77"
     dist.get_backend = lambda *_: backend
     dist.ProcessGroupNCCL = SimpleNamespace(Options=Options)

@@ -228,7 +228,7 @@ def test_updates_match_the_device_even_for_tensors_split_into_groups(dtype, monk
 
 
 def test_states_and_update_buffers_are_allocated_in_host_memory(monkeypatch):
-    """Devices apart, as a CPU has only one: whatever is allocated beyond what the model has asks for host memory."""
+    """Devices apart, as a CPU has only one: every allocation beyond the model's own is a request for host memory."""
     asked = []
     monkeypatch.setattr(host, "allocating", lambda: asked.append(1) or torch.no_grad())
     parameter = torch.nn.Parameter(torch.ones(4))
@@ -274,7 +274,7 @@ def _told(make, made):
     [("single, fp32", Precision(), 8, 12), ("single, O2 bf16", O2, 12, 12), ("ZeRO-1 x2", O2, 6, 6)],
 )
 def test_the_device_holds_no_states(name, precision, device_bytes, host_bytes):
-    """Per parameter: AdamW's two states and, beside 16-bit weights, fp32 ones; on the host always fp32 ones."""
+    """Per parameter: AdamW's two states and, with 16-bit weights, fp32 ones; on the host always fp32 ones."""
     base = FAMILIES[name]
     kept, moved = (
         simulated(dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, **knobs)))
@@ -283,7 +283,7 @@ def test_the_device_holds_no_states(name, precision, device_bytes, host_bytes):
     place = "forward/1/0.0 last-0"
     fallen = kept.peaks[place].total_bytes - moved.peaks[place].total_bytes
     assert fallen == pytest.approx(device_bytes * kept.num_parameters, rel=0.02)
-    # Beside the states there are two groups of gradients on the way, and new weights in 16 bits.
+    # In addition to the states there are two groups of gradients on the way, and new weights in 16 bits.
     least = host_bytes * kept.num_parameters
     assert least <= moved.host_bytes <= least + 10 * kept.num_parameters
 
@@ -325,7 +325,7 @@ def watch(monkeypatch):
 
     def cut(size):
         with offload.allocating():
-            return torch.empty(size, dtype=torch.uint8)  # races are told apart by storage
+            return torch.empty(size, dtype=torch.uint8)  # races are distinguished by storage
 
     monkeypatch.setattr(memory, "_cut", cut)
     for module in ("trials.offload", "trials.training.optimizer"):
@@ -424,7 +424,7 @@ class Update:
         with watch:
             for _ in range(3):
                 for one in self.parameters:
-                    one.grad = one.detach().t() * 2  # laid out otherwise: cut from a copy of its own
+                    one.grad = one.detach().t() * 2  # laid out otherwise: cut from a separate copy
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
@@ -438,7 +438,7 @@ def test_states_are_accessed_by_one_queue_at_a_time(watch, monkeypatch, dtype):
 
 
 def test_gradients_go_out_while_weights_come_back(watch, monkeypatch):
-    """In a step of five groups what goes out knows of one that came back: the host needed its buffer again."""
+    """In a step of five groups what goes out has waited for one that came back: the host needed its buffer again."""
     update = Update(monkeypatch, torch.bfloat16)
     update.run(watch)
     _, out, back = watch.streams

@@ -1,4 +1,4 @@
-"""Where stages lie, and what a pipeline's ranks report."""
+"""Placement of stages, and what a pipeline's ranks report."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ FLAGS = st.lists(st.booleans(), max_size=60)
 
 
 def run_lengths_scale(config, flags):
-    """The schedule said another way: count complete intervals within runs of equal flags."""
+    """The schedule in another formulation: count complete intervals within runs of equal flags."""
     scale, start = config.initial, 0
     while start < len(flags):
         end = start

@@ -361,7 +361,7 @@ def run(spec, tmp_path):
 
 
 class Folder:
-    """Tells the folder to a rank of a gang, which was forked from a server with an environment of its own."""
+    """Passes the folder to a rank of a gang, which was forked from a server with another environment."""
 
     def __init__(self, path):
         self._path = path

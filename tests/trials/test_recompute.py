@@ -1,4 +1,4 @@
-"""Recompute, full and selective: exact, frees what it says, keeps nothing afterwards."""
+"""Recompute, full and selective: exact, frees what it reports, keeps nothing afterwards."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ LAYOUTS = {
 
 
 def _check_rank(pipe):
-    """In a process of its own: torch keeps the coordinates of meshes, which differ between ranks only by who asks."""
+    """In a separate process: torch keeps the coordinates of meshes, which differ only by the calling rank."""
     rank = int(os.environ["RANK"])
     found = {}
     for name, layout in LAYOUTS.items():

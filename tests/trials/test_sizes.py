@@ -73,7 +73,7 @@ def test_flops_match_what_torch_counts():
 
 @pytest.mark.parametrize(("depth", "size"), [(18, 224), (50, 224), (50, 75)])
 def test_resnet_figures_match_the_model(depth, size):
-    """Torch leaves out the gradient of the image, which nobody needs."""
+    """Torch leaves out the unneeded gradient of the image."""
     from torch.utils.flop_counter import FlopCounterMode
 
     shape = ResNetModel(depth=depth, image_size=size)

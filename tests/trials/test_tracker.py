@@ -1,4 +1,4 @@
-"""What the tracker of memory counts, and each place where torch is told that the world is not real."""
+"""What the tracker of memory counts, and each place where torch is patched for a simulated world."""
 
 from __future__ import annotations
 

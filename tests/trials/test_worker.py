@@ -92,7 +92,7 @@ WORDS = f"torch {OLD} is too old: trials require {'.'.join(map(str, torch_suppor
 
 @pytest.fixture
 def run_with_old_torch(tmp_path):
-    """Run Python where the packages' index says that torch is old, as ``pip`` would."""
+    """Run Python where the package index lists an old torch, as ``pip`` would."""
     index = tmp_path / f"torch-{OLD}.dist-info"
     index.mkdir()
     (index / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OLD}\n", encoding="utf-8")

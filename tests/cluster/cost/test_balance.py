@@ -207,7 +207,7 @@ def test_offsets_are_those_of_mindformers():
         ({"states": (NONE, SILU, LayerState(name="norm", activation_bytes=5, patterns=("norm",)))}, "must also"),
     ],
 )
-def test_invalid_requests_are_refused(changes, message):
+def test_invalid_problems_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         problem(**changes)
 

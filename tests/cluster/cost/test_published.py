@@ -1,4 +1,4 @@
-"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled says why."""
+"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled has a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_refuses_wrong_columns(tmp_path):
 
 
 def table_of(tmp_path, *changes):
-    """A table that repeats the first row of the small one, changed as each of ``changes`` says."""
+    """A table that repeats the first row of the small one, changed by each of ``changes``."""
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
         reader = csv.DictReader(source)

@@ -170,7 +170,7 @@ def heads(number, size, **changes):
         ("sharding", {"zero_stage": 3, "gathered_bytes": 1}, {"zero_stage": 3}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
-        # Weights are gathered among those who share states; only gradients' reduction hides.
+        # Weights are gathered among ranks that share states; only gradients' reduction hides.
         ("gradient_reduction", {"dp_replicate": 8, "gradient_bytes": 2}, {"dp_shard": 64, "gradient_bytes": 2}),
         ("optimizer", {"dp_shard": 8}, {"dp_shard": 1, "dp_replicate": 8, "zero_stage": 0}),
         ("forward", {"peak_flops_per_s": 600e12}, {}),
@@ -363,7 +363,7 @@ def test_optimiser_states_of_experts_are_sharded_over_ranks_with_the_same_expert
 
 
 def test_experts_are_gathered_from_ranks_with_the_same_experts():
-    """With as many expert-parallel ranks as shards nobody else holds a rank's experts, so none are gathered."""
+    """With as many expert-parallel ranks as shards no two ranks hold the same experts, so none are gathered."""
     spread = {**MIXTRAL, "dp_shard": 8, "zero_stage": 3}
     x = inputs(row(**spread, ep=8), row(**{**spread, "expert_ffn": 0}, ep=8), row(**spread, ep=4), row(**spread, ep=1))
     unhidden = np.zeros(len(x))

@@ -1,4 +1,4 @@
-"""The environment of ranks: whose word counts, which variables belong to whom, and that the documents say so."""
+"""The environment of ranks: precedence, owners of variables, and their documentation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def own_disk(monkeypatch, tmp_path):
 
 
 def test_compiler_caches_lie_on_the_local_disk_per_sweep(monkeypatch, own_disk):
-    """Alike for all attempts of a lease on a node, whatever the node's own environment; unless the sweep says where."""
+    """Equal for all attempts of a lease on a node, whatever its environment, unless the sweep sets the folder."""
     for name in CACHES:
         monkeypatch.setenv(name, "/home/me/.cache")
     found = caches("a")

@@ -23,7 +23,7 @@ def sight(rank, *entries, stack="waiting", step=3, known=True):
 
 
 def recorded(case, stacks=()):
-    """What gloo's recorder had of a gang that hung; all ranks stand in a wait where ``stacks`` says nothing else."""
+    """What gloo's recorder had of a gang that hung; all ranks wait unless ``stacks`` says otherwise."""
     ranks = json.loads((FOLDER / f"gloo_{case}.json").read_text(encoding="utf-8"))["ranks"]
     return {
         rank: RankSight(
@@ -97,7 +97,7 @@ def test_a_chain_of_ranks_that_wait_is_followed_to_its_end():
 
 
 def test_a_rank_whose_recorder_wrapped_around_is_not_mistaken_for_a_missing_one():
-    """Its buffer has no entry of the group any more: that says nothing, the stacks decide."""
+    """Its buffer has no entry of the group any more: which proves nothing; the stacks decide."""
     forgetful = dump(1, done("1", 900))
     forgetful["entries"][0]["record_id"] = 5000
     one = RankSight(rank=1, stack="waiting", where="", progress=(2, 3), record=summary(forgetful, {}))
@@ -169,7 +169,7 @@ def test_a_send_that_a_device_has_queued_but_not_started_is_behind():
 
 
 def test_coalesced_nccl_operations_end_with_their_group():
-    """As pipelines and FSDP do: the parts are recorded one by one, and none of them is ever told to have ended."""
+    """As pipelines and FSDP do: the parts are recorded one by one, and none of them is ever marked as ended."""
 
     def together(state):
         parts = [under_way("0", 0, name="send 0->1", p2p=True), under_way("0", 0, name="recv 0<-1", p2p=True)]
@@ -178,7 +178,9 @@ def test_coalesced_nccl_operations_end_with_their_group():
         return [*parts, tuple(whole), *gathers, (("0", 1), {"name": "coalesced", "state": state})]
 
     assert sight(0, *together("completed")).record.calls == ()
-    assert all(call.is_started for call in sight(0, *together("started")).record.calls), "the parts are never told of"
+    assert all(call.is_started for call in sight(0, *together("started")).record.calls), (
+        "the parts are never marked as ended"
+    )
     assert [(call.name, call.peer) for call in sight(0, *together("scheduled")).record.calls] == [
         ("coalesced", None),
         ("recv", 1),
@@ -230,7 +232,7 @@ def test_a_node_is_blamed_only_if_its_ranks_differ_from_the_others():
 
 
 def test_a_host_reading_from_its_device_within_the_collective_is_not_blamed():
-    """``bool(tensor)`` and ``float(tensor)`` are C, and look like code that waits for nobody."""
+    """``bool(tensor)`` and ``float(tensor)`` are C, and look like code that does not wait."""
     inside = {rank: sight(rank, done("0", 1), under_way("0", 2)) for rank in range(4)}
     reading = {rank: sight(rank, done("0", 1), under_way("0", 2), stack="elsewhere") for rank in range(4)}
     assert verdict(reading).kind == "link"

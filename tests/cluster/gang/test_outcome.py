@@ -80,7 +80,7 @@ def failure(category, *, rank=0, at_s=0.0, **changes):
 
 OWN_DOING = ("oom", "host_oom", "infeasible", "data", "diverged", "device_busy", "device_lost", "preempted")
 LOST_ALONE = (GangLost, None, 0)
-"""A gang that is lost for a reason that its first rank tells, but without a node to blame."""
+"""A gang lost for a reason that its first rank reports, but without a node to blame."""
 ABSENCE = ("deadline", "lost", "controller")
 ROOT_CATEGORIES = (*OWN_DOING, "node_setup", "device_suspect", "error", "exception", "exit", *ABSENCE)
 failures = st.builds(

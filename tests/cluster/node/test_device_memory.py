@@ -1,5 +1,5 @@
 """Devices that are not free, before a gang and after it. There is a real ``nvidia-smi`` on the path, which answers from
-files: its figures are the test's, everything that asks it is as in use."""
+files: its figures are the test's, everything that calls it is real."""
 
 import os
 import signal
@@ -134,7 +134,7 @@ def test_a_gang_sees_its_own_share_of_what_the_node_has():
 
 @pytest.fixture(scope="module")
 def cluster(smi_folder, tmp_path_factory):
-    """Two "GPUs" whose ranks use none: what the driver says is under test."""
+    """Two "GPUs" whose ranks use none: the answers of the driver are under test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(smi_folder), prepend=":")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -100,7 +100,7 @@ def test_a_log_without_lines_is_searched_in_no_time(tmp_path):
 
 
 def test_ambiguous_errors_mean_out_of_memory_only_if_the_device_is_full(monkeypatch):
-    """The device is asked where an error has no better reason; a device that SYCL calls lost may be a full one."""
+    """The device is checked where an error has no better reason; a device that SYCL calls lost may be a full one."""
     monkeypatch.setattr(ranks, "is_memory_full", lambda device: device == "xpu")
     lost = RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
     handle = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")

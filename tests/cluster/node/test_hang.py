@@ -45,7 +45,7 @@ def frame(file, number, function):
     ],
 )
 def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cuda):
-    """Methods of tensors and events have no frame of their own: the line that calls them tells."""
+    """Methods of tensors and events have no Python frame: the calling line identifies them."""
     code = tmp_path / "step.py"
     code.write_text(f"def step():\n{line}\n")
     assert judge(frame(code, 2, "step"), "cuda")[0] is on_cuda
@@ -88,8 +88,8 @@ with open(f"rank{{os.environ['RANK']}}.jsonl", "w") as file:
 
 @pytest.fixture
 def ranks_of_one_slot(tmp_path):
-    """Starts processes that take the signal only so many seconds after they are let go, each in a function of its own,
-    and gives what is seen of them as ranks of one slot."""
+    """Starts processes that take the signal only so many seconds after they are let go, each in a separate function,
+    and yields what is seen of them as ranks of one slot."""
     started = []
 
     def see(**deaf_s):
@@ -126,7 +126,7 @@ def ranks_of_one_slot(tmp_path):
 
 
 def test_a_late_stack_is_attributed_to_its_rank(ranks_of_one_slot):
-    """As on a loaded node: the first dump is written while the second rank would be asked, by the clock."""
+    """As on a loaded node: the first dump is written when the request to the second rank would be due."""
     seen = ranks_of_one_slot(in_a_lock=1.0, in_a_file=0)
     assert [(rank, "in_a_lock" in one.where, "in_a_file" in one.where) for rank, one in sorted(seen.items())] == [
         (0, True, False),
@@ -288,7 +288,7 @@ def _read(pipe):
 
 
 def test_the_nccl_recorder_reader_is_found_by_name(monkeypatch):
-    """As in builds for CUDA, whose recorder has a function of its own."""
+    """As in builds for CUDA, whose recorder has a separate function."""
     names = [function.__name__ for function in hang._readers()]
     assert "_dump_fr_trace_json" in names
     monkeypatch.setattr(

@@ -94,7 +94,7 @@ def test_descendants_of_the_owner_are_not_foreign_load():
 def test_a_busy_foreign_process_is_found_and_named(burner):
     before = load_watch.sample_cpu()
     end_s = time.monotonic() + load_watch.MIN_WINDOW_S
-    while time.monotonic() < end_s:  # our own load, beside it
+    while time.monotonic() < end_s:  # our own load, next to it
         pass
     after = load_watch.sample_cpu()
     own = load_watch.family(after.processes, os.getpid())
@@ -173,7 +173,7 @@ def test_foreign_processes_on_devices_are_distinguished_from_the_gang():
 
 
 def test_a_slice_has_the_clocks_and_heat_of_its_gpu_but_not_its_memory_or_processes():
-    """nvidia-smi tells of whole GPUs; in the other slices of one somebody else may compute, as in another machine."""
+    """nvidia-smi reports whole GPUs; other slices of one may be in use by others, as on another machine."""
     uuid = CLOCKS.split("\n")[1].split(", ")[1]
     part = [DeviceHandle(name="MIG-cccc", uuid="MIG-cccc", gpu_uuid=uuid)]
     found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, f"{uuid}, {os.getppid()}\n", part, ())

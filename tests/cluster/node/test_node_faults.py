@@ -140,7 +140,7 @@ def test_a_slow_compilation_is_no_stall(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_result_survives_a_process_group_that_cannot_be_left(local_cluster):
-    """The report is told before, and leaving has a deadline of its own."""
+    """The report is sent before, and leaving has a separate deadline."""
     spec = to_json(tiny_spec(Layout(dp_replicate=2)))
     end = run(local_cluster, "cannot_leave", spec=spec, deadlines=Deadlines(stall_s=40.0))
     assert isinstance(end.outcome, Measured), end.outcome
@@ -257,7 +257,7 @@ def test_the_node_with_the_hanging_rank_is_blamed_although_its_deadline_has_not_
 
 
 def poll_all(agents, tracker):
-    """What follows for the gang from what its nodes tell."""
+    """The outcome of the gang from the events of its nodes."""
     told = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
     return [found for name, event in told for found in tracker.handle(name, event, now_s=1.0)]
 

@@ -1,4 +1,4 @@
-"""Gangs whose ranks run a user's program: where they meet, what is known of them, how a hang is told."""
+"""Gangs whose ranks run a user's program: where they meet, what is known of them, how a hang is reported."""
 
 import socket
 import sys
@@ -132,7 +132,7 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1
     ],
 )
 def test_an_abort_of_a_rank_started_by_the_command_is_classified_by_its_log(cluster, tmp_path, head, program):
-    """Its launcher ends with a code of its own. What a kernel under tuning found no memory for was survived."""
+    """Its launcher ends with another exit code. The out-of-memory error of a kernel under tuning was survived."""
     path = scripts.write(tmp_path / "own", program)
     argv = [word.replace("PYTHON", sys.executable) for word in (*head, str(path))]
     spec = scripts.spec(path, num_devices=2, launcher="own") | {"argv": argv}
@@ -245,7 +245,7 @@ def test_ranks_started_by_a_program_are_distinguished_by_their_records(cluster, 
 
 
 def test_ranks_of_one_slot_dump_their_stacks_one_by_one(cluster, tmp_path):
-    """They write to one log, and only the one that said it would is asked."""
+    """They write to one log, and only the one that registered a handler gets a request."""
     text = f"{STARTS_RANKS}{scripts.STEPS}{REGISTERS}train(2) if os.environ['RANK'] == '0' else None\nstuck()\n"
     for told in ("0", "1"):
         spec = scripts.spec(scripts.write(tmp_path / told, text), num_devices=2, launcher="own")

@@ -249,7 +249,7 @@ def test_lost_nodes(nodes, lease, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_drained_node_is_distinguished_from_a_failed_one(lease):
-    """Ray's word for it is draining: it comes some time before the node goes. Runs last."""
+    """Ray calls this draining: it is announced some time before the node goes. Runs last."""
     import ray
     from ray.core.generated import autoscaler_pb2
 

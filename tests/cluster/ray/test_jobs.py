@@ -38,7 +38,7 @@ class Head:
 
 
 def free_ports(num):
-    """Free ports below those that the kernel hands out, so that nobody gets one before the head does."""
+    """Free ports below those that the kernel hands out, so that no other process gets one before the head."""
     found = []
     while len(found) < num:
         port = 20000 + secrets.randbelow(10000)
@@ -159,7 +159,7 @@ def name():
 @pytest.mark.exhaustive
 def test_a_job_is_submitted_once_attached_to_and_replaced_by_the_next(head, jobs, tmp_path, monkeypatch):
     monkeypatch.setenv("TEAM_TOKEN", SECRET)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # Ray would prefer it over what it is told
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # Ray would prefer it over its arguments
     go = tmp_path / "go"
     program = (
         "import os, pathlib, sys, time\nprint(sys.argv[1:], os.environ['GREETING'], os.environ['TUNE_CLUSTER_JOB'])\n"
@@ -181,7 +181,7 @@ def test_a_job_is_submitted_once_attached_to_and_replaced_by_the_next(head, jobs
         log += piece
         if str(words) in log:
             go.touch()
-    lines = log.splitlines()  # among them Ray's own, which says what it runs, sometimes late
+    lines = log.splitlines()  # among them Ray's own lines, which name the command, sometimes late
     assert f"{words} a b; c {job_name}-1" in lines and lines[-1] == "end"
     status = jobs.job_status(job)
     assert (status.state, status.exit_code) == ("failed", 3)
@@ -194,7 +194,7 @@ def test_a_job_is_submitted_once_attached_to_and_replaced_by_the_next(head, jobs
 
 
 def everything_kept(head, job):
-    """All that Ray tells of a job to whoever has the token."""
+    """All that Ray reveals of a job to holders of the token."""
     token = Path(head.settings["RAY_AUTH_TOKEN_PATH"]).read_text()
     request = urllib.request.Request(f"{head.dashboard}/api/jobs/{job}", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=30) as answer:

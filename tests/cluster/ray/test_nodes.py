@@ -1,4 +1,4 @@
-"""Which nodes a lease on a Ray cluster takes, and which not, without Ray; ``test_backend.py`` asks a real one."""
+"""Which nodes a lease on a Ray cluster takes, and which not, without Ray; ``test_backend.py`` uses a real one."""
 
 import os
 
@@ -81,7 +81,7 @@ def test_npus_are_leased_by_the_name_that_ray_counts_them_under():
         shape = Wanted(device=device).shape(nodes, 1)
         assert (shape.resource, shape.num_devices, shape.device) == ("NPU", 8, "npu")
     assert bundle(nodes[1]) == {"CPU": 8.0, "NPU": 8.0}
-    assert Wanted(device="rocm").shape(NODES, 1).device == "rocm", "of GPUs Ray does not tell the maker"
+    assert Wanted(device="rocm").shape(NODES, 1).device == "rocm", "Ray does not report the vendor of GPUs"
     assert Wanted().shape(NODES, 1).device == "auto", "so the node's agent finds out"
 
 

@@ -69,7 +69,7 @@ with connect(request, workdir=workdir / "two", preload=PRELOAD) as cluster:
 
 @pytest.mark.parametrize("process", ["gcs_server", "raylet"])
 def test_a_failed_private_ray_is_noticed_and_can_be_replaced(tmp_path, process):
-    """In a process of its own: Ray ends its driver, whatever else that does, a minute after its head is gone."""
+    """In a separate process: Ray ends its driver, whatever it is doing, a minute after its head is gone."""
     words = [sys.executable, "-c", GONE, str(tmp_path), process]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert f"lost: the private Ray on this host has failed: its {process} has ended" in done.stdout, done.stderr

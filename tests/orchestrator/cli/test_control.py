@@ -37,7 +37,7 @@ def test_a_sweep_that_is_over_is_refused(tmp_path):
 
 
 class Controller(threading.Thread):
-    """Holds the sweep until something is asked of it; then complies, after a while, or dies."""
+    """Holds the sweep until a request comes; then complies, after a while, or dies."""
 
     def __init__(self, home, name, *, complies):
         super().__init__()

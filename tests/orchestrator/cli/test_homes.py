@@ -1,4 +1,4 @@
-"""Homes found again from another folder: said, never entered by themselves."""
+"""Homes found from another folder are named, never entered automatically."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Logs of ranks and controllers: their ends, what is added, and where they lie when they lie elsewhere."""
+"""Logs of ranks and controllers: their ends, what is added, and their place on other nodes."""
 
 import json
 import threading

@@ -202,7 +202,7 @@ def test_an_unreachable_mlflow_only_delays_it(tmp_path, caplog):
 
 
 def test_a_real_sweep_takes_notes_from_python_while_it_is_running_and_later(tmp_path):
-    """The controller reads its requests in a thread of its own; the note is written through another connection."""
+    """The controller reads its requests in a separate thread; the note is written through another connection."""
     home = virtual_sweeps.home(tmp_path)
     written = threading.Event()
 

@@ -35,7 +35,7 @@ def run(*arguments: Any) -> Any:
 
 
 def command(*arguments: Any) -> Any:
-    """In a process of its own."""
+    """In a separate process."""
     argv = [TUNE_CLUSTER, *map(str, arguments)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
@@ -72,7 +72,7 @@ def simulated(tmp_path: Path) -> Path:
 
 
 class Counts:
-    """Sweep files read and plans made since the last look, whoever asked for them."""
+    """Sweep files read and plans made since the last look, by any caller."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.parsed = self.planned = 0

@@ -20,7 +20,7 @@ NAME = SWEEP["name"]
 
 
 class AskAfter(Quiet):
-    """Asks, as another process would, once so many trials have ended."""
+    """Sends a request, as another process would, once so many trials have ended."""
 
     def __init__(self, found, action, num_ended):
         self.found, self.action, self.num_ended = found, action, num_ended

@@ -58,7 +58,7 @@ def test_the_text_shows_rates_verdicts_and_advice(tmp_path):
 
 
 def test_a_probe_improves_the_forecast(tmp_path):
-    """The machine lies a standard deviation from what the cost model assumes."""
+    """The machine is a standard deviation off the assumptions of the cost model."""
     content = changed(SWEEP, ("cluster", "simulation"), {"accelerator": "a100-80", "deviation": 1.0, "seed": 5})
     before = call("plan", tmp_path, content, "--json")["forecast"]["baseline"]
     call("probe", tmp_path, content)

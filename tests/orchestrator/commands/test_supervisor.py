@@ -35,7 +35,7 @@ def folder_of(home: Path) -> Path:
 
 @contextmanager
 def supervising(home: Path, *words: str, address: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A supervisor with short pauses of a controller that obeys ``words``, in a process group of its own."""
+    """A supervisor with short pauses of a controller that obeys ``words``, in a separate process group."""
     controller = [sys.executable, "-m", "tests.orchestrator.commands.controllers", str(folder_of(home)), *words]
     argv = supervisor.command(controller, home=home, sweep="story", address=address)
     argv = argv[argv.index("--home") :]

@@ -1,4 +1,4 @@
-"""Modules of the user's in sweep files: counted once in a process of their own, kept with the sweep."""
+"""User modules in sweep files: counted once in a separate process, kept with the sweep."""
 
 from __future__ import annotations
 

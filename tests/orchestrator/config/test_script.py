@@ -172,7 +172,7 @@ def test_baseline_values_of_custom_knobs_come_from_the_command(tmp_path):
            "$X": ["a", "b"]}  # fmt: skip
     data = changed({"workload.run": run, "workload.env": {"X": "b"}, "space.own": own})
     spec = load_sweep(write(tmp_path, data))
-    # the command says 7 of --other, which is none of its values: it is inherited
+    # the command has --other 7, which is none of its values: it is inherited
     assert spec.baseline_candidate.own == tuple(
         CustomChoice(name=name, value=value)
         for name, value in (("$X", "b"), ("--fused", True), ("--opt", "sgd"), ("config:zero.stage", 1))

@@ -115,9 +115,9 @@ class World:
     runs: list[int] = field(default_factory=list)
     """Trials for which runs were created in MLflow."""
     run_states: dict[int, str] = field(default_factory=dict)
-    """Trial -> what its run says of it."""
+    """Trial -> description of its run."""
     asked: list[int] = field(default_factory=list)
-    """Numbers of the user's wishes told so far."""
+    """Numbers of the user's requests so far."""
 
     def recover(self, trial: Trial) -> Recovered:
         """What the attempt left: its result where it had ended, else the time it held devices, else nothing."""
@@ -136,7 +136,7 @@ class World:
 
 
 class FragileCluster(VirtualCluster):
-    """Machines on which every candidate does what :data:`ROLES` say, and a node goes away."""
+    """Machines on which every candidate follows its role in :data:`ROLES`, and a node goes away."""
 
     def __init__(self, world: World, fuse: Fuse) -> None:
         self._world, self._fuse = world, fuse
@@ -221,11 +221,11 @@ WISHES = (
     (8, checkpoint.budget(Budget(consecutive_failures=60))),
     (3, checkpoint.note(trial=0, text="new drivers", tags={"team": "vision"}, removed_tags=())),
 )
-"""What is asked for once so many trials have ended."""
+"""Requests made once so many trials have ended."""
 
 
 class User:
-    """Watches, and asks for something at certain moments of the sweep, each once."""
+    """Watches, and makes each request once, at its moment of the sweep."""
 
     def __init__(self, world: World, folder: Path, wishes) -> None:
         self._world, self._folder, self._wishes = world, folder, wishes
@@ -283,7 +283,7 @@ BASELINE = next(iter(ROLES))
 
 
 def play(launch: GangLaunch) -> Course:
-    """What the candidate's role says."""
+    """The effect of the candidate's role."""
     spec = trial_spec(launch)
     role = ROLES[spec.candidate]
     match role:
@@ -327,7 +327,7 @@ def _build(trial, attempt_id, token, placement):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scenario:
-    """What is submitted and wished for; the same whoever dies."""
+    """What is submitted and requested; the same whenever a controller dies."""
 
     sampler: str = "grid"
     max_concurrent: int = 3

@@ -1,4 +1,4 @@
-"""The controller dies at every step of a sweep: whoever goes on loses nothing, doubles nothing, and finds the same."""
+"""The controller dies at every step of a sweep: its successor loses nothing, duplicates nothing, finds the same."""
 
 import functools
 import multiprocessing
@@ -31,7 +31,7 @@ NUM_PARTS = 6
 
 @functools.cache
 def undisturbed(scenario=SWEEP):
-    """The sweep in which nobody dies, and what it did that outlives a controller."""
+    """The undisturbed sweep, and its effects that outlive a controller."""
     with TemporaryDirectory() as folder:
         state, world, fuses = scenario.run(Path(folder))
         check(Path(folder), state, world)
@@ -151,7 +151,7 @@ def test_a_cancellation_persists_wherever_the_controller_dies(tmp_path):
 
 
 class Reporting(Fuse):
-    """Says on disk what was stored before it goes on to the next step."""
+    """Records on disk what was stored before it goes on to the next step."""
 
     def __init__(self, folder, at=None):
         super().__init__(at, kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -178,7 +178,7 @@ def processes():
 
 
 def die(processes, folder, at, *, num_steps=None):
-    """A controller in a process of its own that kills itself at step ``at``, or is killed after ``num_steps``."""
+    """A controller in a separate process that kills itself at step ``at``, or is killed after ``num_steps``."""
     folder.mkdir()
     child = processes.Process(target=run_in_child, args=(folder, at))
     child.start()

@@ -1,4 +1,4 @@
-"""Trials whose first steps show that they are hopeless: ended, told as slower, never the winner."""
+"""Trials whose first steps show that they are hopeless: ended, reported as slower, never the winner."""
 
 import json
 import math

@@ -21,7 +21,7 @@ TOPOLOGY = uniform_topology(4, 2, device_name="test", memory_bytes=1)
 
 
 class Queue:
-    """Grants what it is told to, and remembers what was claimed."""
+    """Grants what the test sets, and remembers what was claimed."""
 
     def __init__(self):
         self.grant = Grant(4)

@@ -64,7 +64,7 @@ seconds = st.sampled_from([0.0, 0.5, 5.0, 60.0])
 
 
 class Controller(RuleBasedStateMachine):
-    """Plays the runtime, the cluster and the user; keeps books of its own."""
+    """Plays the runtime, the cluster and the user; keeps separate books."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class Controller(RuleBasedStateMachine):
     @precondition(lambda self: self.ends)
     @rule(data=st.data(), outcome=outcomes)
     def late_or_doubled_end(self, data, outcome):
-        """A token that has ended before, or one that nobody gave out."""
+        """A token that has ended before, or one never issued."""
         event = data.draw(st.sampled_from(list(self.ends.values())))
         token = data.draw(st.sampled_from([event.token, "nobody's"]))
         before = self.state

@@ -1,4 +1,4 @@
-"""The real runtime, ledger and outbox on a virtual cluster, through deaths, wishes and lost nodes in any order."""
+"""The real runtime, ledger and outbox on a virtual cluster, through deaths, requests and lost nodes in any order."""
 
 from collections import Counter
 from pathlib import Path

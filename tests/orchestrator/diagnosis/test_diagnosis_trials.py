@@ -1,4 +1,4 @@
-"""What all trials together tell: effects of planted knobs, predictions held against measurements."""
+"""Findings over all trials: effects of planted knobs, predictions compared with measurements."""
 
 import io
 import itertools
@@ -82,7 +82,7 @@ def test_without_pairs_a_regression_estimates_determined_effects():
 
 
 def test_inherited_is_a_value_of_a_custom_knob():
-    """A pair that differs in a custom knob besides is none: the baseline leaves it out, and so does a condition."""
+    """A pair that also differs in a custom knob does not count: the baseline leaves it out, and so does a condition."""
     half = (CustomChoice(name="--dtype", value="bfloat16"),)
     candidates = [Candidate(micro_batch_size=4), Candidate(micro_batch_size=2, own=half), Candidate(micro_batch_size=2)]
     for order in (candidates, candidates[::-1]):

@@ -1,4 +1,4 @@
-"""Programs as strangers write them are run for a few steps: the true batch, what a changed run proves of options."""
+"""Programs of unknown users are run for a few steps: the true batch, what a changed run proves about options."""
 
 import json
 import os

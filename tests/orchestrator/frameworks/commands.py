@@ -100,7 +100,7 @@ def program(name, *more, without=(), files=None, env=None):
 
 
 def request_for(run, name, candidate, **more):
-    """What lays a candidate over a command; of torchtitan's model nobody but the sweep file knows the layers."""
+    """What lays a candidate over a command; the layers of torchtitan's model are only in the sweep file."""
     reading = training(name).read(run)
     reading = canonical_reading(reading, as_it_stands(run, name))
     reading = dataclasses.replace(reading, num_layers=reading.num_layers or MODEL.num_layers)
@@ -148,7 +148,7 @@ def run_of(laid, run):
 
 
 def differing(run, name, candidate):
-    """Fields of which a command says something else than a candidate."""
+    """Fields in which a command differs from a candidate."""
     reading = training(name).read(run)
     asked, said = values_of(candidate), reading.values
     known = canonical(candidate_of({**asked, **{path: v for path, v in said.items() if path in asked}}))

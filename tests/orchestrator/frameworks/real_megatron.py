@@ -1,8 +1,8 @@
 """What Megatron-LM makes of exported arguments: ``python -m tests.orchestrator.frameworks.real_megatron FOLDER``.
 
-In a process of its own, because importing Megatron-LM changes the environment, the log and the warnings. Each folder in
-FOLDER holds one export; printed is, per folder, what parser, checks and model configuration understood. GPUs are only
-spoken of: the checks ask for their compute capability.
+In a separate process, because importing Megatron-LM changes the environment, the log and the warnings. Each folder in
+FOLDER holds one export; printed is, per folder, what parser, checks and model configuration understood. There are no
+GPUs: the checks only query their compute capability.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """What real packages understand of exported files: ``python -m tests.orchestrator.frameworks.real_packages deepspeed
 FOLDER``.
 
-In a process of its own, because importing these packages changes the environment, the log and the warnings. Each folder
+In a separate process, because importing these packages changes the environment, the log and the warnings. Each folder
 in FOLDER holds one export; printed is, per folder, what the package made of it, as values by path, and the package's
 facts as in ``tests.orchestrator.frameworks.facts``.
 """
@@ -97,7 +97,7 @@ def _sharding(args):
 
 
 def _arguments(folder):
-    """``TrainingArguments`` of a host without a GPU, which therefore cannot be asked for TF32."""
+    """``TrainingArguments`` of a host without a GPU, which therefore cannot request TF32."""
     from transformers import HfArgumentParser, TrainingArguments
 
     written = json.loads((folder / "training_args.json").read_text())
@@ -127,7 +127,7 @@ def _compiled(env):
 
 
 class _Ranks:
-    """What DeepSpeed asks of a model-parallel unit: how many ranks split the batch."""
+    """What DeepSpeed queries of a model-parallel unit: how many ranks split the batch."""
 
     def __init__(self, dp):
         self._dp = dp
@@ -137,7 +137,7 @@ class _Ranks:
 
 
 def _deepspeed(folder):
-    """Ranks are only spoken of: a process group of DeepSpeed's would compile C++ first."""
+    """There are no other ranks: a process group of DeepSpeed's would compile C++ first."""
     import deepspeed
 
     written = json.loads((folder / "deepspeed.json").read_text())

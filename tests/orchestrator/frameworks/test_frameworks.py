@@ -1,4 +1,4 @@
-"""Every framework by the same tests: exports and overlays say what was asked for, or that they do not.
+"""Every framework by the same tests: exports and overlays contain every request or a note.
 
 What exactly is written stands in ``tests/goldens``, whose seeded candidates and commands are those of these tests.
 """
@@ -405,7 +405,7 @@ def with_layout(**changes):
     return lambda base: commands.canonical(replace(base, layout=replace(base.layout, **changes)))
 
 
-SPLITTING = {  # a command that splits experts over two ranks, what says so, and a layout that its framework refuses
+SPLITTING = {  # a command with experts split over two ranks, the option for it, and a layout that its framework refuses
     "megatron": (
         {"more": ["--num-experts", "8", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]},
         "--expert-model-parallel-size {}",

@@ -25,7 +25,7 @@ FILES = {"accelerate": "accelerate.yaml:", "deepspeed": "deepspeed.json:", "torc
 
 
 def run(module, *arguments):
-    """In another process, where warnings are warnings and no network is asked."""
+    """In another process, where warnings are warnings and no network is used."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=170)
@@ -94,7 +94,7 @@ def test_the_real_package_accepts_every_export_and_reads_the_same_values(name, t
 
 
 def written(name, configurations, folder):
-    """Exports without errors in folders of their own; by folder what they say."""
+    """Exports without errors in separate folders; their values by folder."""
     made = {}
     for number, (candidate, workload) in enumerate(configurations):
         export = recipe(name).export(candidate, workload)
@@ -108,7 +108,7 @@ def written(name, configurations, folder):
 
 
 def derived(candidate, workload):
-    """What packages say in other words."""
+    """Values that packages write differently."""
     short = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
     return {
         "num_parameters": num_parameters(workload.model),

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def understood(commands, folder):
-    """What the packages make of commands, in a process of its own."""
+    """What the packages make of commands, in a separate process."""
     (folder / "commands.json").write_text(json.dumps(commands))
     env = {**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     call = [sys.executable, "-m", "tests.orchestrator.frameworks.real_trainings", str(folder / "commands.json")]

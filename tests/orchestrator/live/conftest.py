@@ -27,7 +27,7 @@ def browser():
 
 
 def make_home(folder):
-    """``busy`` runs as far as its ledger says, ``proven`` is over."""
+    """``busy`` runs according to its ledger, ``proven`` is over."""
     cli_homes.keep_running(folder).close()
     cli_homes.keep(folder, "proven", proof_story.proof_events()).close()
     return Home(folder)
@@ -52,7 +52,7 @@ def shared(tmp_path_factory):
 
 
 def serve(home: Home, **options) -> PageServer:
-    """A server of its own at any free port, that looks ten times a second."""
+    """A separate server at any free port, that looks ten times a second."""
     return PageServer(home, None, invocation=PLAIN, links=lambda _sweep: {}, poll_s=0.1, **options)
 
 

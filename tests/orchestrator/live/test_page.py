@@ -1,4 +1,4 @@
-"""The pages in a browser: they follow the sweep, sort, ask before they act, and never take text for markup."""
+"""The pages in a browser: they follow the sweep, sort, confirm actions, and never take text for markup."""
 
 import re
 import subprocess
@@ -68,7 +68,7 @@ def _sort(page):
 
 
 def _pause(window, ledger):
-    """Asked first; Escape takes it back, and the focus returns to where it was."""
+    """With a confirmation; Escape cancels it, and the focus returns to where it was."""
     page = window.page
     button = page.locator("button[data-action=pause]")
     button.focus()
@@ -164,7 +164,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, ho
 
 
 def test_a_page_finds_its_server_again(browser, home):
-    """The tab stays: it says that nobody answers, and after a while shows what came meanwhile."""
+    """The tab stays: it reports a lost connection, and later shows what came meanwhile."""
     with serve(home) as server, Window(browser, server, "/sweeps/busy") as window:
         window.wait("#stream", "Updates automatically")
         server.hub.stop()  # ends all streams; the next connection begins another

@@ -78,7 +78,7 @@ def test_links_lead_to_the_server_that_shows_the_store(home):
     with home.open("busy", read_only=False) as ledger:
         Recorded(experiment_id="1", run_id="f" * 32).put(ledger)
     archive = Archive(home)
-    assert archive.links(home.read("busy")) == {}  # nobody serves that file
+    assert archive.links(home.read("busy")) == {}  # that file is not served
     archive.base, archive.store = "http://127.0.0.1:5000", home.default_tracking_uri
     assert all(url.startswith("http://127.0.0.1:5000/") for url in archive.links(home.read("busy")).values())
     assert archive.links(home.read("proven")) == {}  # nothing was recorded

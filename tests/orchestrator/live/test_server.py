@@ -1,4 +1,4 @@
-"""Who is let in, what they get, and that nobody holds up anybody else."""
+"""Who has access, what they get, and that no client blocks another."""
 
 import contextlib
 import http.client

@@ -111,7 +111,7 @@ def sync_until(notifier: Notifier, ledger: Ledger, is_done: Callable[[], bool]) 
         time.sleep(0.02)
 
 
-# ---- what is told ----
+# ---- what is reported ----
 
 
 def told(*events: Event, after_failures: int = 3) -> list[str | None]:
@@ -203,7 +203,7 @@ def test_a_slow_webhook_blocks_neither_sweep_nor_command_and_is_served_later(
 
     monkeypatch.setattr(notify, "FLUSH_S", 0.5)
     write(ledger, *trial(1, measured()), FINISHED)
-    notifier.sync(ledger, fold(ledger.events()))  # returns, though nobody answers
+    notifier.sync(ledger, fold(ledger.events()))  # returns without an answer
     assert webhook.got == []
 
     may_answer.set()  # the next controller, or `submit` again, delivers what is left, the first ones first
@@ -277,7 +277,7 @@ def test_a_delivery_that_hangs_is_abandoned_and_does_not_touch_the_cursor_of_the
 def test_undelivered_events_of_a_killed_controller_are_delivered_by_the_next(
     webhook: Receiver, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies while the receiver is told of the first of two events."""
+    """It dies while the first of two events is delivered."""
     script = (
         "import sys, time; from pathlib import Path; from orchestrator.config.settings import NotifySection; "
         "from orchestrator.notifications import Notifier; from orchestrator.sweep.ledger import Ledger; "

@@ -1,4 +1,4 @@
-"""What ``plan`` says of candidates before anything is measured."""
+"""Predictions of ``plan`` before anything is measured."""
 
 import json
 

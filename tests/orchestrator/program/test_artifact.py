@@ -1,4 +1,4 @@
-"""What is kept of a program with a candidate laid over it: it starts what the candidate says, wherever it is put."""
+"""What is kept of a program with a candidate laid over it: it starts the candidate, wherever it is put."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What somebody changes by hand in MLflow's pages or files is noticed, or does no harm; never a traceback."""
+"""Manual changes in MLflow's pages or files are noticed or harmless; never a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "llama"
 
 
 class Store:
-    """A home with versions 1, 2 (previous) and 3 (in production), and what somebody can do to its store by hand."""
+    """A home with versions 1, 2 (previous) and 3 (in production), and possible manual changes to its store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home = folder, proven_home(folder)
@@ -55,7 +55,7 @@ class Store:
         return self.folder / "mlartifacts" / "promotions" / run_id / "artifacts" / "recipe" / "recipe.json"
 
     def alter(self, version: str, *keys: str, value: Any = None, in_record: bool = False) -> None:
-        """Set what lies at ``keys`` in the recipe, or take it away, with all digests made right again by hand."""
+        """Set the value at ``keys`` in the recipe, or take it away, with all digests made right again by hand."""
         path = self.recipe(version)
         content = json.loads(path.read_text())
         part = content
@@ -75,7 +75,7 @@ class Store:
                 self.client.set_tag(self.client.get_model_version(NAME, version).run_id, f"tc.{key}", sha256)
 
     def foreign(self, alias: str) -> None:
-        """Somebody's own model becomes version 4 and gets the alias."""
+        """A foreign model becomes version 4 and gets the alias."""
         experiment = self.client.create_experiment("theirs", (self.folder / "theirs").as_uri())
         run_id = self.client.create_run(experiment).info.run_id
         self.client.log_text(run_id, "weights", "model/weights.txt")
@@ -100,7 +100,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def outcome(store: Store) -> dict[str, str]:
-    """What each command says, the changing ones last: back, and forward again."""
+    """The output of each command, the changing ones last: back, and forward again."""
     home = store.home
     return {
         "show": said(lambda: commands.show(NAME, home)),

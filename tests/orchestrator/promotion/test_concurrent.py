@@ -1,4 +1,4 @@
-"""Aliases, records and artifact hashes agree, whoever else changes them and wherever a process dies."""
+"""Aliases, records and artifact hashes agree, whatever other process changes them and wherever one dies."""
 
 import json
 import multiprocessing

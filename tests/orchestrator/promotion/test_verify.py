@@ -154,7 +154,7 @@ def test_any_candidate_can_be_a_baseline_or_a_space_again():
 
 @pytest.mark.parametrize("which", ["baseline", "winner"])
 def test_a_promoted_configuration_is_measured_again(tmp_path: Path, which: str):
-    """On a simulated cluster, which does not change: beside its baseline, and alone where it is the baseline."""
+    """On a simulated cluster, which does not change: with its baseline, and alone where it is the baseline."""
     own = home(tmp_path)
     submit(tmp_path, {**SWEEP, "budget": {"max_trials": 3}})
     commands.promote("llama", own, sweep="first", trial=which, is_candidate=True)

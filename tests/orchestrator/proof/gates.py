@@ -1,4 +1,4 @@
-"""Made-up trajectories, and what the loss gate says of them."""
+"""Made-up trajectories, and their verdicts by the loss gate."""
 
 import json
 import random

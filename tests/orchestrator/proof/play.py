@@ -116,7 +116,7 @@ class Play:
         return measured(time_s, losses=tuple(factor * loss for loss in LOSSES), grad_norms=NORMS)
 
     def soaked(self, trial, time_s):
-        """As many steps as asked for, at most 120, each with noise of 1%."""
+        """As many steps as requested, at most 120, each with noise of 1%."""
         half = min(trial.check.num_steps, 120) // 2
         factors = [1.0] * half + [self.slowdown.get(trial.candidate, 1.0)] * half
         return measured(time_s, step_times_s=tuple(time_s * self.rng.gauss(one, 0.01) for one in factors))
@@ -209,7 +209,7 @@ def _first(play, named):
 
 
 def played(question):
-    """The verdict of a play, its checks, and what became of its trials; ``then`` holds wishes after its end."""
+    """The verdict of a play, its checks, and what became of its trials; ``then`` holds requests after its end."""
     given = json.loads(question)
     wishes = given.pop("then", [])
     play = play_of(given)

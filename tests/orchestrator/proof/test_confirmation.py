@@ -57,7 +57,7 @@ def confirmations(draw: st.DrawFn, min_rounds: int = 0) -> list[dict[int, float]
     return rounds
 
 
-# ---- what a judgement says hangs together ----
+# ---- a judgement is consistent ----
 
 
 @settings(max_examples=30)

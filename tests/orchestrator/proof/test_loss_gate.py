@@ -115,7 +115,7 @@ def test_every_class_has_its_limits(class_name: str, factor: float) -> None:
 
 
 def test_a_deviation_within_rounding_is_no_evidence() -> None:
-    """Beside a reference, the baseline is the twin: rounding in 16 bits is all that it differs by."""
+    """With a reference, the baseline is the twin: rounding in 16 bits is all that it differs by."""
     limit = ERRORS["float32"].loss.at(9) * 2
     twin = run(losses=scaled(LOSSES, 1 + 0.9 * limit, first=9))
     for factor, answer in ((1.5, "passed"), (-3.5, "passed"), (3.7, "failed")):

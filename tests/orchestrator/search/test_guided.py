@@ -124,7 +124,7 @@ def test_the_best_is_found_within_few_trials_and_few_run_out_of_memory():
 
 
 def reserved(taken):
-    """As a measurement tells it that knows the allocator only."""
+    """As in a measurement with figures of the allocator only."""
     return {"peak_reserved_bytes": (taken,)}
 
 
@@ -140,7 +140,7 @@ def kept(taken):
 
 @pytest.mark.parametrize("told", [reserved, kept])
 def test_memory_predictions_learn_from_measurements(told):
-    """Where every trial takes half as much again as the cost model says, later predictions say so, too."""
+    """Where every trial takes half as much again as the cost model predicts, later predictions follow."""
     estimates = Predictor(WORKLOAD, CANDIDATES, CLUSTER, features=flat_params).estimates.peak_bytes
     peaks = dict(zip(CANDIDATES, estimates.tolist(), strict=True))
 

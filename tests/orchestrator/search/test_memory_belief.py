@@ -104,7 +104,7 @@ def test_a_fit_never_lowers_the_probability_of_smaller_candidates(seed, num):
 
 
 def test_many_one_sided_trials_find_the_limit():
-    """Where the limit lies between two candidates of a line, trials on both sides find it."""
+    """Where the limit is between two candidates of a line, trials on both sides find it."""
     line = np.linspace(-0.5, 0.5, 101)
     belief = belief_of((1.0, line, np.full((101, 1), 0.4), 0.03))
     found = belief.after({}, range(0, 80, 4), range(84, 101, 4)).probability_fits()

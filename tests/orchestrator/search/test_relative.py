@@ -149,7 +149,7 @@ SHARES = MemoryShares(activations=0.4, weights=0.1, gradients=0.1, states=0.2)
 
 @pytest.mark.parametrize("kind", ["accelerator", "cpu"])
 def test_a_decomposed_peak_predicts_other_micro_batches(kind):
-    """Activations grow with the micro-batch, the rest stays; a second peak says how far."""
+    """Activations grow with the micro-batch, the rest stays; a second peak shows how far."""
     sizes = [Candidate(micro_batch_size=size) for size in (2, 8, 32)]
     true = np.array([1.0, 2.2, 7.0])  # 0.6 + 0.2 per sample, in units of the first peak
     found = predictor(sizes, baseline=sizes[0], kind=kind)
@@ -200,7 +200,7 @@ def test_the_search_is_better_than_tpe_where_memory_binds_and_where_it_does_not(
 
 
 def test_earlier_sweeps_of_the_same_script_teach_the_next():
-    """A custom knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
+    """A custom knob without known effects: the earlier sweep measured that a value halves the step."""
     candidates = [dataclasses.replace(BASELINE, own=own(engine=engine)) for engine in "abcd"]
     rng = random.Random(0)
     earlier = [

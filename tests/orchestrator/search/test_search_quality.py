@@ -1,4 +1,4 @@
-"""The benchmark of the samplers, on published problems: whole, damaged, and of devices that nobody knows."""
+"""The benchmark of the samplers, on published problems: whole, damaged, and of unknown devices."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Spaces too large to enumerate: said so, drawn from by the cost model or at random, and searched."""
+"""Spaces too large to enumerate: reported, drawn from by the cost model or at random, and searched."""
 
 import functools
 import io

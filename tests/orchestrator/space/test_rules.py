@@ -1,4 +1,4 @@
-"""Every rule fires exactly when its arithmetic says so, and agrees with what the runner refuses."""
+"""Every rule fires exactly when its arithmetic requires, and agrees with what the runner refuses."""
 
 import dataclasses
 import random

@@ -214,7 +214,7 @@ def test_a_ledger_can_be_read_while_it_is_written_and_on_a_read_only_disk(tmp_pa
 
 @pytest.mark.parametrize("is_left", [False, True], ids=["closed", "controller killed"])
 def test_a_ledger_on_a_full_disk_can_be_read(tmp_path, is_left):
-    """SQLite itself needs room for an index beside the file, and to take in what a controller has left in the log."""
+    """SQLite itself needs room for an index next to the file, and to take in what a controller has left in the log."""
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "sweep"
         ledger = Ledger(folder)

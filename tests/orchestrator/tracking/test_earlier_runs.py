@@ -208,7 +208,7 @@ def test_other_samplers_refuse_it(tmp_path, store):
 
 
 def test_with_a_cost_model_too_the_runs_count_and_prove_nothing(tmp_path, store):
-    """Decoders on a simulated cluster: built-in knobs, of which the cost model has an opinion of its own."""
+    """Decoders on a simulated cluster: built-in knobs, which the cost model predicts too."""
     for size in (1, 2, 4):
         for recompute in ("none", "full"):
             speed = 1e4 * (1.5 if (size, recompute) == (1, "none") else 1.0)

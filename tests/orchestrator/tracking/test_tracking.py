@@ -350,7 +350,7 @@ def test_names_of_custom_knobs_are_valid_in_mlflow():
 
 @pytest.mark.exhaustive
 def test_two_sweeps_starting_in_an_empty_home_share_one_complete_store(tmp_path: Path):
-    """MLflow's migrations know no lock: made twice at once, the store could never be used again."""
+    """MLflow's migrations take no lock: made twice at once, the store could never be used again."""
     uri = f"sqlite:///{tmp_path}/für alle/mlflow.db"
     code = f"from orchestrator.tracking.mlflow_tracker import Tracker; Tracker({uri!r}).client()"
     started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]

@@ -41,7 +41,7 @@ def members(group: int) -> list[int]:
 
 @pytest.mark.slow
 def test_the_server_starts_shows_its_page_and_ends_without_a_trace(tmp_path: Path):
-    """SIGTERM is told to the server's loop as what Ctrl-C gives."""
+    """SIGTERM reaches the server's loop as the exception of Ctrl-C."""
     port = free_port()
     command = [sys.executable, "-c", SERVE, new_store(tmp_path), str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path) as child:

@@ -17,7 +17,7 @@ from trials.script.command import with_hook
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 380
 SEEN = ("facts", "options")
-"""Events of what is seen in the program, beside its steps."""
+"""Events of what is seen in the program, except its steps."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The hook in a Python without any framework: what it hides still runs, errors and stacks are told, nothing breaks."""
+"""The hook in a Python without any framework: hidden files still run, errors and stacks are reported."""
 
 import ast
 import os

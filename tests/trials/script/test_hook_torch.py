@@ -1,4 +1,4 @@
-"""The hook in plain PyTorch programs that know nothing of it: steps, losses, facts, and the same output as without."""
+"""The hook in plain PyTorch programs unaware of it: steps, losses, facts, and the same output as without."""
 
 import json
 import math

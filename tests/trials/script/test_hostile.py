@@ -428,7 +428,7 @@ def test_extensions_are_kept_across_sweeps_if_the_home_directory_is_writable(tmp
 
 
 def test_a_command_that_starts_its_ranks_reports_for_all_of_them(cluster):
-    """One process has the node's two devices, and is told so; its ranks report to files of their own."""
+    """One process gets the node's two devices; its ranks report to separate files."""
     program = """
 devices = int(sys.argv[1])
 assert (os.environ["NNODES"], os.environ["NPROC_PER_NODE"], "RANK" in os.environ) == ("1", "2", False)

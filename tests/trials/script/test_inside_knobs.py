@@ -139,7 +139,7 @@ def run(program, folder, *, knobs=None, **more):
 
 
 def states(rank):
-    """The last word on each knob: state and detail."""
+    """The final report on each knob: state and detail."""
     return {line["name"]: (line["state"], line["detail"]) for line in rank.events("knob")}
 
 
@@ -242,7 +242,7 @@ def command(knobs):
 
 
 def judge_of(knobs, *told):
-    """A judge that has heard lines of (rank, name, state)."""
+    """A judge that has received lines of (rank, name, state)."""
     book = StepBook(command(knobs))
     for rank, name, state in told:
         line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": "as seen"}

@@ -1,4 +1,4 @@
-"""What becomes of what programs tell: which source counts, when it is enough, what speaks against a measurement."""
+"""Reports of programs: which source counts, when it is enough, what invalidates a measurement."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ COMMAND = ScriptCommand(
 
 
 class Story:
-    """A book that is told of steps, and its judge."""
+    """A book of reported steps, and its judge."""
 
     def __init__(self, *, num_steps=3, **expected):
         protocol = Protocol(min_warmup_steps=1, num_steps=num_steps, max_steps=max(16, num_steps))

@@ -164,7 +164,7 @@ def units(size, count):
         ),
         (nn.Sequential(nn.Conv2d(3, 8, 3), *units(8, 4), nn.Flatten()), "Sequential", 4),
         (nn.Sequential(*[nn.Sequential(Unit(), Unit()) for _ in range(2)]), "Sequential", 2),
-        (nn.Sequential(Unit(8), Unit(8), nn.Linear(99, 99)), None, 0),  # two small ones beside a large rest
+        (nn.Sequential(Unit(8), Unit(8), nn.Linear(99, 99)), None, 0),  # two small ones and a large rest
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), None, 0),
     ],
 )
