@@ -89,9 +89,9 @@ def test_what_does_not_fit_is_reported_as_left_out(tmp_path):
 def test_a_part_reports_why_it_has_no_more_rows(function, why, rows, tmp_path):
     part = Part(name="part", function=f"tests.support.benchmark_parts:{function}", shows="", share_s=1, least_s=1.0)
     start_s = time.monotonic()
-    told = run_part(part, MACHINE, 60.0, limit_s=4.0, folder=tmp_path, quick=True)
+    part_result = run_part(part, MACHINE, 60.0, limit_s=4.0, folder=tmp_path, quick=True)
     assert time.monotonic() - start_s < 12
-    assert (told["why"], len(told["rows"]), told["is_whole"]) == (why, rows, False)
+    assert (part_result["why"], len(part_result["rows"]), part_result["is_whole"]) == (why, rows, False)
 
 
 def test_a_short_session_begins_with_the_most_important_cases(tmp_path):
@@ -135,8 +135,14 @@ def test_every_trial_is_possible_or_listed_as_impossible(num_devices, tmp_path):
 
 
 def part_of(name, *rows, is_whole=True):
-    told = {"name": name, "shows": "", "rows": list(rows), "why": "" if is_whole else "cut", "is_whole": is_whole}
-    return told | {"took_s": 1.0, "torch": "2.11", "commit": "abc"}
+    part_result = {
+        "name": name,
+        "shows": "",
+        "rows": list(rows),
+        "why": "" if is_whole else "cut",
+        "is_whole": is_whole,
+    }
+    return part_result | {"took_s": 1.0, "torch": "2.11", "commit": "abc"}
 
 
 def test_another_call_adds_to_what_was_measured(tmp_path):

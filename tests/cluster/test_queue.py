@@ -272,7 +272,7 @@ def test_an_unusable_queue_takes_nothing_away_and_a_broken_one_is_replaced(tmp_p
 def test_a_local_sweep_waits_in_the_queue_and_leaves_when_it_gives_up(tmp_path):
     held = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=1)
     held.beat(claim("a", held=1))
-    asked = ClusterRequest(kind="local", devices_per_node=1, claim=claim("b"), queue_folder=tmp_path)
+    requested = ClusterRequest(kind="local", devices_per_node=1, claim=claim("b"), queue_folder=tmp_path)
     heard, beats = [], itertools.count()
 
     def on_wait(reason):
@@ -281,7 +281,7 @@ def test_a_local_sweep_waits_in_the_queue_and_leaves_when_it_gives_up(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        connect(asked, workdir=tmp_path, on_wait=on_wait)
+        connect(requested, workdir=tmp_path, on_wait=on_wait)
     assert heard == ["waits for devices held by sweep a"] * 2
     assert host_queue(tmp_path) == [("a", 1)]
 

@@ -90,9 +90,9 @@ def test_children_that_do_not_compute_see_no_device(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     told = "import os, sys; sys.exit(' '.join(f'{n}={os.environ.get(n)}' for n in sys.argv[1:]))"
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-    told_of = "CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=-1 ASCEND_RT_VISIBLE_DEVICES="
+    reported_of = "CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=-1 ASCEND_RT_VISIBLE_DEVICES="
     monkeypatch.setattr(dry_runs, "python_module", lambda _: [sys.executable, "-c", told, *names])
-    with pytest.raises(ConfigError, match=told_of):
+    with pytest.raises(ConfigError, match=reported_of):
         list(dry_runs._batch([DryRunRequest(spec=tiny_spec(Layout()), rank=0)]))
     assert without_devices({"A": "1"})["A"] == "1"
 

@@ -76,14 +76,14 @@ def test_similar_messages_are_not_classified(text):
     assert classify(text.raised(), text.device, is_memory_full=True) == "error"
 
 
-def is_told(part, kind, text):
+def is_classified(part, kind, text):
     sign = FailureSign(kind=kind, parts=(part,))
     return kind in (text.kind, text.kind_if_full) and sign.part_in(text.words.lower()) is not None
 
 
 def test_every_sign_matches_a_recorded_message():
     parts = [(part, sign.kind) for sign in SIGNS for part in sign.parts]
-    assert [part for part, kind in parts if not any(is_told(part, kind, text) for text in RAISED)] == []
+    assert [part for part, kind in parts if not any(is_classified(part, kind, text) for text in RAISED)] == []
     assert UNSOURCED == []
 
 

@@ -242,14 +242,14 @@ def test_converting_keeps_parameters_and_changes_strides_only():
 
 
 @pytest.fixture
-def told(monkeypatch):
+def beats_seen(monkeypatch):
     monkeypatch.setattr(kernels, "BEAT_S", 0.05)
     return []
 
 
 @pytest.fixture
-def beats(told):
-    return CompileBeats(lambda phase, **more: told.append((phase, more["step"], more.get("is_compiling", False))))
+def beats(beats_seen):
+    return CompileBeats(lambda phase, **more: beats_seen.append((phase, more["step"], more.get("is_compiling", False))))
 
 
 def slowly(graph, inputs):
@@ -257,21 +257,21 @@ def slowly(graph, inputs):
     return graph.forward
 
 
-def test_a_slow_compilation_reports_progress_until_it_ends(told, beats):
+def test_a_slow_compilation_reports_progress_until_it_ends(beats_seen, beats):
     with beats.listening(), warnings.catch_warnings(action="ignore"):
         forget_compilations()
         beats("warmup", step=1)
         torch.compile(torch.sin, backend=slowly)(torch.ones(2))
-        assert told[0] == ("warmup", 1, False)
-        assert told[-1] == ("warmup", 1, False), "it is over"
-        assert len(told) >= 5
-        assert set(told[1:-1]) == {("warmup", 1, True)}
-        num_told = len(told)
+        assert beats_seen[0] == ("warmup", 1, False)
+        assert beats_seen[-1] == ("warmup", 1, False), "it is over"
+        assert len(beats_seen) >= 5
+        assert set(beats_seen[1:-1]) == {("warmup", 1, True)}
+        num_beats = len(beats_seen)
         time.sleep(0.3)
-        assert len(told) == num_told, "without compilation it is silent, so that a hang is found"
+        assert len(beats_seen) == num_beats, "without compilation it is silent, so that a hang is found"
 
 
-def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, beats, monkeypatch):
+def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(beats_seen, beats, monkeypatch):
     """A class of Triton's interface stands in: its kernels run on GPUs only."""
 
     class CachingAutotuner:
@@ -285,10 +285,10 @@ def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, 
     torch._dynamo.reset()
     with beats.listening(), warnings.catch_warnings(action="ignore"):
         torch.compile(torch.sin, backend="eager")(torch.ones(2))
-        told.clear()
+        beats_seen.clear()
         assert CachingAutotuner().autotune_to_one_config(0.3) == "best"
-    assert [is_compiling for _, _, is_compiling in told][:3] == [True, True, True]
-    assert not told[-1][2]
+    assert [is_compiling for _, _, is_compiling in beats_seen][:3] == [True, True, True]
+    assert not beats_seen[-1][2]
     assert CachingAutotuner.autotune_to_one_config is own
 
 

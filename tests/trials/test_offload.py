@@ -255,12 +255,12 @@ def test_steps_after_the_first_need_no_new_memory(monkeypatch):
     optimizer.step()
     made = []
     for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, _told(getattr(torch, name), made))
+        monkeypatch.setattr(torch, name, _as_dict(getattr(torch, name), made))
     optimizer.step()
     assert made and {tensor.device.type for tensor in made} == {"meta"}
 
 
-def _told(make, made):
+def _as_dict(make, made):
     def run(*args, **options):
         made.append(make(*args, **options))
         return made[-1]

@@ -241,8 +241,8 @@ def test_patterns_without_effect_are_reported(pattern, words, caplog):
     assert effect.saved_bytes == 0
     assert (effect.num_matches == 0) == ("matches nothing" in words)
     assert train(select(pattern, num_layers=0)).effects[0].num_matches == 0
-    told = [record.message for record in caplog.records if repr(pattern) in record.message]
-    assert len(told) == 1 and words in told[0]  # nothing of where it applies to no layer
+    warnings_logged = [record.message for record in caplog.records if repr(pattern) in record.message]
+    assert len(warnings_logged) == 1 and words in warnings_logged[0]  # nothing of where it applies to no layer
 
 
 class Layer(nn.Module):

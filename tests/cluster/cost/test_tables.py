@@ -176,8 +176,10 @@ def test_features_are_those_of_single_candidates(rng):
     listed = mixed(rng, 60)
     columns = feature_columns(CandidateTable.of(listed), flat_params)
     for row, candidate in enumerate(listed):
-        told = {name: values[places[row]] for name, (values, places) in columns.items()}
-        assert told == {"--flag": "inherited", **flat_params(candidate)} or (told == flat_params(candidate))
+        columns_read = {name: values[places[row]] for name, (values, places) in columns.items()}
+        assert columns_read == {"--flag": "inherited", **flat_params(candidate)} or (
+            columns_read == flat_params(candidate)
+        )
 
 
 LLAMA = LlamaModel(

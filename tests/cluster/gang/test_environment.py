@@ -82,8 +82,8 @@ def test_caches_of_killed_agents_are_removed_after_a_month(own_disk):
 def test_older_names_set_by_the_launch_or_a_user_program_are_not_overridden():
     cuda = dataclasses.replace(launch("a"), device_kind="cuda")
     assert rank_env(cuda, SLOT)["TORCH_NCCL_ENABLE_TIMING"] == "1"
-    told = dataclasses.replace(cuda, env={"NCCL_ENABLE_TIMING": "0"})
-    assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(told, SLOT)
+    configured = dataclasses.replace(cuda, env={"NCCL_ENABLE_TIMING": "0"})
+    assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(configured, SLOT)
     script = {"runner": "trials.script.runner:run_rank", "spec": {"env": [["NCCL_ENABLE_TIMING", "0"]]}}
     assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(dataclasses.replace(cuda, **script), SLOT)
 

@@ -31,9 +31,9 @@ def recorded(case, stacks=()):
             stack=dict(stacks).get(rank, "waiting"),
             where="",
             progress=(2, 3),
-            record=summary(told["dump"], told["members"]),
+            record=summary(recorded_rank["dump"], recorded_rank["members"]),
         )
-        for rank, told in enumerate(ranks)
+        for rank, recorded_rank in enumerate(ranks)
     }
 
 

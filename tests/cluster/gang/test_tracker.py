@@ -112,10 +112,10 @@ def failure(message):
 @st.composite
 def node_events(draw):
     identity = {"attempt_id": draw(attempts), "token": draw(tokens)}
-    said = draw(st.sampled_from(["progress", "failing", "gone"]))
-    if said == "progress":
+    kind = draw(st.sampled_from(["progress", "failing", "gone"]))
+    if kind == "progress":
         return GangProgress(**identity, phase="measuring", step=draw(st.integers(1, 9)), step_time_s=0.1)
-    if said == "failing":
+    if kind == "failing":
         return NodeFailing(**identity, reason="stale or not")
     return NodeGone(**identity, results=(failure(f"{identity['attempt_id']} {identity['token']}"),))
 

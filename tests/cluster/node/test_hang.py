@@ -69,7 +69,7 @@ def test_frames_of_torch_on_accelerators(file, function, stack_state):
     assert judge(frame(f"/opt/site-packages/{file}", 1, function), "cuda")[0] is stack_state
 
 
-TELLS_LATE = """
+ANSWERS_LATE = """
 import _signal as signal, faulthandler, json, os, sys, time
 def {name}(deaf_s):
     signal.pthread_sigmask(signal.SIG_UNBLOCK if deaf_s <= 0 else signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -96,7 +96,7 @@ def ranks_of_one_slot(tmp_path):
         log = tmp_path / "rank0.log"
         with log.open("ab") as file:
             for rank, (name, seconds) in enumerate(deaf_s.items()):
-                command = [sys.executable, "-c", TELLS_LATE.format(name=name), str(seconds)]
+                command = [sys.executable, "-c", ANSWERS_LATE.format(name=name), str(seconds)]
                 environment = {**os.environ, "RANK": str(rank)}
                 pipe = subprocess.PIPE
                 started.append(
@@ -183,18 +183,18 @@ def alone(tmp_path):
 def settled():
     """The record, once gloo's thread has noted that the last collective ended: after its caller went on, often."""
     deadline_s = time.monotonic() + 10
-    while (told := hang.read_record()).calls and time.monotonic() < deadline_s:
+    while (record := hang.read_record()).calls and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    return told
+    return record
 
 
 def test_a_dump_reads_the_same_as_json_and_as_a_pickle(alone):
-    told = settled()
-    (place,) = [place for place in told.places if place.label == "tp"]
+    record = settled()
+    (place,) = [place for place in record.places if place.label == "tp"]
     assert (place.ranks, place.entered) == ((0,), 2)
-    assert told.calls == ()
+    assert record.calls == ()
     pickled = unpickled(torch._C._distributed_c10d._dump_fr_trace())
-    assert hang.summary(pickled, hang._members()) == told
+    assert hang.summary(pickled, hang._members()) == record
 
 
 class Evil:
@@ -271,12 +271,12 @@ def test_torch_uses_the_buffer_size_set_under_its_older_name(tmp_path):
 
 def test_a_rank_blocked_in_c_code_gets_one_dump_request_unless_it_lacks_a_thread(tmp_path):
     """NCCL names the Python frames in what it dumps, for which it needs the interpreter as well."""
-    asked, asking = os.pipe()
+    request_read, asking = os.pipe()
     os.mkfifo(tmp_path / "nccl-flight-rank0.pipe")
     reading = os.open(tmp_path / "nccl-flight-rank0.pipe", os.O_RDONLY | os.O_NONBLOCK)
     assert records([RecordedRank(rank=0, folder=tmp_path, request_write=asking)]) == {}
-    assert (os.read(asked, 9), os.read(reading, 9)) == (b"?", b"")
-    for descriptor in (asked, asking, reading):
+    assert (os.read(request_read, 9), os.read(reading, 9)) == (b"?", b"")
+    for descriptor in (request_read, asking, reading):
         os.close(descriptor)
 
 
@@ -298,6 +298,8 @@ def test_the_nccl_recorder_reader_is_found_by_name(monkeypatch):
 
 
 def test_the_tail_of_a_log_omits_torch_warnings_about_our_variables(tmp_path):
-    said = "[W1122 20:46:22.53 Utils.hpp:137] Warning: Environment variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated;"
-    (tmp_path / "log").write_text(f"{said} use TORCH_FR_BUFFER_SIZE instead (function operator())\nValueError: no\n")
+    warning = (
+        "[W1122 20:46:22.53 Utils.hpp:137] Warning: Environment variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated;"
+    )
+    (tmp_path / "log").write_text(f"{warning} use TORCH_FR_BUFFER_SIZE instead (function operator())\nValueError: no\n")
     assert tail_of(tmp_path / "log") == ("ValueError: no",)

@@ -166,10 +166,10 @@ def test_the_most_memory_in_use_on_devices_is_kept():
 
 def test_foreign_processes_on_devices_are_distinguished_from_the_gang():
     uuid, mine, other, hidden = CLOCKS.split(", ")[1], os.getpid(), os.getppid(), 4194305
-    told = "".join(f"{uuid}, {pid}\n" for pid in (mine, other, hidden, "[N/A]"))
-    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, called("0"), {mine})
+    texts = "".join(f"{uuid}, {pid}\n" for pid in (mine, other, hidden, "[N/A]"))
+    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, texts, called("0"), {mine})
     assert found.foreign_on_devices == (f"pid {other} on GPU 0",), "a pid that means nothing here is nobody's"
-    assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, called("1"), {mine}).foreign_on_devices
+    assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, texts, called("1"), {mine}).foreign_on_devices
 
 
 def test_a_slice_has_the_clocks_and_heat_of_its_gpu_but_not_its_memory_or_processes():
@@ -333,13 +333,13 @@ def test_an_agent_warns_of_a_small_dev_shm_when_it_starts(tmp_path, monkeypatch,
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     agent = Agent(node="n7", workdir=tmp_path / "work", preload=("json",), search_path=sys.path)
     agent.close()
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     warned = [
         text
-        for text in told
+        for text in texts
         if text.startswith("fork server on n7: ") and "does not exist" in text and "--shm-size=8g" in text
     ]
-    assert (told != [], warned) == (is_short, told)
+    assert (texts != [], warned) == (is_short, texts)
 
 
 @pytest.mark.exhaustive
@@ -348,8 +348,8 @@ def test_a_lease_whose_agents_cannot_start_ends_at_once(tmp_path):
     """What waits for nodes would otherwise wait for ever: it would be the same tomorrow."""
     name = discover_node().name
     (tmp_path / f"fork-server-{name}.log").mkdir(parents=True)
-    told = []
+    texts = []
     began_s = time.monotonic()
     with pytest.raises(ClusterError, match=r"the agent did not start on node .* Is a directory"):
-        connect(ClusterRequest(devices_per_node=1), workdir=tmp_path, on_wait=told.append)
+        connect(ClusterRequest(devices_per_node=1), workdir=tmp_path, on_wait=texts.append)
     assert time.monotonic() - began_s < 100

@@ -47,8 +47,8 @@ def request(nodes, num_nodes, **rest):
 
 @pytest.fixture(scope="module")
 def lease(nodes, tmp_path_factory):
-    asked = request(nodes, 2, claim=CLAIM)
-    with connect(asked, workdir=tmp_path_factory.mktemp("nodes"), preload=PRELOAD) as leased:
+    requested = request(nodes, 2, claim=CLAIM)
+    with connect(requested, workdir=tmp_path_factory.mktemp("nodes"), preload=PRELOAD) as leased:
         leased.resize(2)
         yield leased
 

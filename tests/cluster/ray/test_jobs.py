@@ -265,20 +265,20 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head, file, tmp_p
     where = ("--address", head.address, "--home", home)
     first = tune_cluster(head, "submit", file, *where, "--json")
     assert first.returncode == 0, first.stderr
-    told = json.loads(first.stdout)
-    assert re.fullmatch(r"tune-cluster-tiny-\d+", told["job"])
-    assert (told["mode"], told["attached"], told["exit_code"]) == ("ray job", False, None)
+    reply = json.loads(first.stdout)
+    assert re.fullmatch(r"tune-cluster-tiny-\d+", reply["job"])
+    assert (reply["mode"], reply["attached"], reply["exit_code"]) == ("ray job", False, None)
 
     second = tune_cluster(head, "submit", file, *where, "--follow", "--json")
     assert second.returncode == 0, second.stderr
-    assert told["job"] in second.stderr
+    assert reply["job"] in second.stderr
     assert "finished: the budget of 2 trials was used up" in second.stderr
     result = json.loads(second.stdout)
     assert (result["state"], result["trials"]["measured"]) == ("finished", 2)
 
     third = tune_cluster(head, "submit", file, *where, "--json")  # is over: shown here, without another job
     assert json.loads(third.stdout) == result
-    kept = everything_kept(head, told["job"]) + "".join(
+    kept = everything_kept(head, reply["job"]) + "".join(
         path.read_text(errors="replace") for path in home.rglob("*") if path.is_file()
     )
     token = Path(head.settings["RAY_AUTH_TOKEN_PATH"]).read_text()

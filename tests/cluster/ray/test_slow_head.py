@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault, pytest.mark.
 
 @pytest.fixture
 def cluster(tmp_path):
-    asked = ClusterRequest(device="cpu", devices_per_node=2)
-    with connect(asked, workdir=tmp_path / "work", preload=PRELOAD) as cluster:
+    requested = ClusterRequest(device="cpu", devices_per_node=2)
+    with connect(requested, workdir=tmp_path / "work", preload=PRELOAD) as cluster:
         yield cluster
 
 

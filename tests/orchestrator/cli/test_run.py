@@ -121,9 +121,9 @@ def test_an_unexplainable_sweep_is_not_planned(home: Path, tmp_path: Path, monke
 def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(home: Path, simulated: Path) -> None:
     begun = command("submit", simulated, "--home", home, "--detach", "--json")
     assert begun.returncode == 0, begun.stderr
-    told = json.loads(begun.stdout)
-    assert (told["sweep"], told["mode"]) == ("first", "detached")
-    if told.get("exit_code", 0) is None:  # it may have ended by now
+    reply = json.loads(begun.stdout)
+    assert (reply["sweep"], reply["mode"]) == ("first", "detached")
+    if reply.get("exit_code", 0) is None:  # it may have ended by now
         followed = command("submit", simulated, "--home", home, "--detach", "--follow", "--json")
         assert followed.returncode == 0, followed.stderr
         assert json.loads(followed.stdout)["state"] == "finished"

@@ -38,7 +38,7 @@ def last_at_s(events):
 def test_ps_shows_running_waiting_paused_and_interrupted_sweeps(tmp_path):
     story = long_story.events(long_story.speeds(0.1, 0.08), finished=False)
     at_s = last_at_s(story)
-    asked = ActionRequested(at_s=at_s, request=1, action="drain", by="anna@desk")
+    drain_request = ActionRequested(at_s=at_s, request=1, action="drain", by="anna@desk")
     keep(tmp_path, "done", long_story.events(long_story.all_kinds()))
     keep(tmp_path, "left", story, controller=controller(), lease=LEASE)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=at_s, reason="paused by anna@desk")])
@@ -53,7 +53,9 @@ def test_ps_shows_running_waiting_paused_and_interrupted_sweeps(tmp_path):
         ],
     )
     keep(tmp_path, "debris")
-    draining = keep(tmp_path, "draining", [*story, asked], controller=controller(job="tune-draining", mode="ray job"))
+    draining = keep(
+        tmp_path, "draining", [*story, drain_request], controller=controller(job="tune-draining", mode="ray job")
+    )
     busy, spec = keep_running(tmp_path), {"cluster": {"num_nodes": 8, "priority": 5}}
     waits = {"nodes": [], "waiting": "needs 8 nodes, 3 are free", "at_s": 0.0}
     waiting = keep(tmp_path, "waiting", controller=controller(), lease=waits, spec=spec)

@@ -83,8 +83,8 @@ def test_files_written_by_hand(tmp_path):
     wrong = {one: answer for one, answer in answers.read("sweep_files").items() if not answer.startswith("accepted")}
     for question, answer in list(wrong.items())[::4]:
         exit_code, message = submit(tmp_path, answers.content_of(question))
-        said = message.replace(f"{tmp_path}/", "").replace(str(tmp_path), "/folder")
-        assert (exit_code, said.rstrip()) == (2, answer), question
+        shown = message.replace(f"{tmp_path}/", "").replace(str(tmp_path), "/folder")
+        assert (exit_code, shown.rstrip()) == (2, answer), question
 
 
 def test_the_message_depends_on_the_error(tmp_path):

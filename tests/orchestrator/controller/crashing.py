@@ -116,7 +116,7 @@ class World:
     """Trials for which runs were created in MLflow."""
     run_states: dict[int, str] = field(default_factory=dict)
     """Trial -> description of its run."""
-    asked: list[int] = field(default_factory=list)
+    requested: list[int] = field(default_factory=list)
     """Numbers of the user's requests so far."""
 
     def recover(self, trial: Trial) -> Recovered:
@@ -213,7 +213,7 @@ class Mlflow:
                 self._world.run_states[trial.number] = trial.status
 
 
-WISHES = (
+REQUESTS = (
     (2, checkpoint.action("pause")),
     (4, checkpoint.action("drain")),
     (7, checkpoint.retry(["crashed", "timed_out"])),
@@ -227,13 +227,13 @@ WISHES = (
 class User:
     """Watches, and makes each request once, at its moment of the sweep."""
 
-    def __init__(self, world: World, folder: Path, wishes) -> None:
-        self._world, self._folder, self._wishes = world, folder, wishes
+    def __init__(self, world: World, folder: Path, requests) -> None:
+        self._world, self._folder, self._requests = world, folder, requests
 
     def on_state(self, state):
-        for number, (num_ended, body) in enumerate(self._wishes):
-            if len(state.end_order) >= num_ended and number not in self._world.asked:
-                self._world.asked.append(number)
+        for number, (num_ended, body) in enumerate(self._requests):
+            if len(state.end_order) >= num_ended and number not in self._world.requested:
+                self._world.requested.append(number)
                 with Ledger(self._folder) as ledger:
                     ledger.add_request(body, by="user", at_s=state.now_s)
 
@@ -331,7 +331,7 @@ class Scenario:
 
     sampler: str = "grid"
     max_concurrent: int = 3
-    wishes: tuple = WISHES
+    requests: tuple = REQUESTS
     evaluation: tuple[str, ...] = ()
     """The user's evaluation of the finalist, a process."""
     store: str = ""
@@ -354,7 +354,7 @@ class Scenario:
                 search=self._search(),
                 launcher=_launcher(world),
                 projections=[FragileTracker(self.store, fuse) if self.store else Mlflow(world, fuse)],
-                observer=User(world, folder, self.wishes),
+                observer=User(world, folder, self.requests),
                 clock=cluster.time,
             ).run()
 

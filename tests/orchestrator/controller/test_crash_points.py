@@ -130,14 +130,14 @@ def test_killed_while_disqualified_finalists_are_replaced(tmp_path):
 
 @pytest.mark.parametrize(("sampler", "num_points"), [("guided", 5), ("tpe", 5), ("random", 10)])
 def test_the_same_is_proposed_whatever_the_sampler(sampler, num_points, tmp_path):
-    scenario = Scenario(sampler=sampler, max_concurrent=1, wishes=SWEEP.wishes[:2])
+    scenario = Scenario(sampler=sampler, max_concurrent=1, requests=SWEEP.requests[:2])
     expected, points = undisturbed(scenario)
     for at in random.Random(sampler).sample(range(len(points)), num_points):
         run_and_check(scenario, tmp_path, expected, at)
 
 
 def test_a_cancellation_persists_wherever_the_controller_dies(tmp_path):
-    scenario = Scenario(wishes=((2, checkpoint.action("cancel")),))
+    scenario = Scenario(requests=((2, checkpoint.action("cancel")),))
     expected, points = undisturbed(scenario)
     assert (expected.status, expected.finish_reason) == ("cancelled", "cancelled by user")
     for at in range(len(points)):
@@ -199,8 +199,8 @@ def check_after_sigkill(folder, expected):
     assert len(stored) - 1 <= len(kinds) <= len(stored)
     assert kinds == stored[: len(kinds)]
     later = {"checks_requested": 3, "budget_changed": 4, "annotated": 5}
-    asked = [0, 1, 2, *(number for kind, number in later.items() if kind in kinds)]
-    state = SWEEP.go_on(folder, World(now_s=now_s, asked=asked), Fuse())
+    requested_numbers = [0, 1, 2, *(number for kind, number in later.items() if kind in kinds)]
+    state = SWEEP.go_on(folder, World(now_s=now_s, requested=requested_numbers), Fuse())
     measured = Counter(trial.status for trial in state.searched())
     assert measured == Counter(trial.status for trial in expected.searched())
     check_same(state, expected)
@@ -251,7 +251,7 @@ def recorded(uri):
 def test_mlflow_holds_everything_once(tmp_path):
     def scenario(name):
         (tmp_path / name).mkdir()
-        return Scenario(store=new_store(tmp_path / name), wishes=())
+        return Scenario(store=new_store(tmp_path / name), requests=())
 
     calm = scenario("calm")
     expected, _, (fuse,) = calm.run(tmp_path / "calm" / "sweep")

@@ -50,9 +50,9 @@ COMMAND = ScriptCommand(
 
 def trained(argv, folder, ranks=1):
     """What a gang that ran ``slow.py`` measured."""
-    told = launch(["slow.py", *argv, "--steps", str(STEPS)], folder, ranks=ranks)
+    runs = launch(["slow.py", *argv, "--steps", str(STEPS)], folder, ranks=ranks)
     successes = []
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(runs):
         assert one.code == 0, one.errors
         command = replace(COMMAND, num_devices=ranks)
         book = StepBook(command)

@@ -63,10 +63,10 @@ def test_an_export_contains_every_setting_or_a_note(name):
         made = known.export(candidate, workload)
         assert audited(known, candidate, workload).notes == made.notes
         assert set(known.load(made.files)) <= declared
-        said = known.parse(made.files)
-        changed = differences(flatten(candidate, workload), said.values)
+        parsed = known.parse(made.files)
+        changed = differences(flatten(candidate, workload), parsed.values)
         if not any(not path.startswith(("workload.", "own")) for path in changed):
-            assert repr(replace(said.candidate, own=())) == repr(replace(candidate, own=()))
+            assert repr(replace(parsed.candidate, own=())) == repr(replace(candidate, own=()))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -76,8 +76,8 @@ def test_a_parsed_export_is_exported_again_without_loss(name):
         candidate = replace(candidate, loader=canonical_part(replace(candidate.loader, tuning=None)))
         made = known.export(candidate, workload)
         if not errors(made):
-            said = known.parse(made.files).candidate
-            assert repr(known.parse(known.export(said, workload).files).candidate) == repr(said)
+            parsed = known.parse(made.files).candidate
+            assert repr(known.parse(known.export(parsed, workload).files).candidate) == repr(parsed)
             count += 1
     assert count > 5
 
@@ -366,10 +366,10 @@ def test_a_command_is_recognised_and_unchanged_by_its_own_candidate(kind):
     assert recognise(run) is known
     make_parser(known.log)
     candidate = as_it_stands(run, known.name, 8 if kind in commands.FRAMEWORKS else 2)
-    said = known.read(run)
+    parsed = known.read(run)
     request = replace(request_for(run, known.name, candidate), seed=None)
     if kind in programs.COMMANDS:
-        total = 2 * candidate.micro_batch_size * (said.num_microbatches or 1)
+        total = 2 * candidate.micro_batch_size * (parsed.num_microbatches or 1)
         request = programs.request(known, run, candidate, total=total)
     laid = known.overlay(run, request)
     assert errors(laid) == set()
@@ -392,10 +392,10 @@ def test_an_overlaid_command_reads_as_the_candidate_or_has_an_error(name):
             continue
         count += 1
         again = run_of(laid, run)
-        said = known.read(again)
+        parsed = known.read(again)
         assert differing(again, name, request.candidate) == set()
-        assert said.global_batch_size in (None, request.global_batch_size)
-        assert said.num_microbatches in (None, request.num_microbatches)
+        assert parsed.global_batch_size in (None, request.global_batch_size)
+        assert parsed.num_microbatches in (None, request.num_microbatches)
         assert differing(run_of(known.trial_mode(laid, 9), run), name, request.candidate) == set()
     assert count > 5
     assert {file: (folder / file).read_text() for file in programs.FILES} == programs.FILES
@@ -484,9 +484,9 @@ def test_a_step_limit_moves_only_where_it_comes_too_early():
 
 
 def test_a_configuration_function_of_torchtitan_is_read_without_being_run():
-    said = settings_of(commands.TITAN_CONFIG, "mine")
-    assert (said["training.local_batch_size"], said["training.seq_len"], said["model_spec"]) == (2, 128, "mine")
-    assert (said["activation_checkpoint"], said["compile.enable"]) == ("full", True)
+    parsed = settings_of(commands.TITAN_CONFIG, "mine")
+    assert (parsed["training.local_batch_size"], parsed["training.seq_len"], parsed["model_spec"]) == (2, 128, "mine")
+    assert (parsed["activation_checkpoint"], parsed["compile.enable"]) == ("full", True)
     branch = "def f():\n    c = Trainer.Config()\n    if x:\n        c.training.steps = 3\n    return c\n"
     assert settings_of(branch, "f") == {"training.steps": "unknown"}
     assert settings_of("def f(:", "f") is None

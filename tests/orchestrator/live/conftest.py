@@ -63,16 +63,16 @@ class Window:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.page = self.context.new_page()
         self.errors = []
-        self.page.on("console", self._hear)
+        self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.set_default_timeout(20_000)
         self.page.goto(server.url())
         if path != "/":
             self.page.goto(server.base + path)
 
-    def _hear(self, said):
-        if said.type in ("error", "warning"):
-            self.errors.append(said.text)
+    def _on_console(self, message):
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
 
     def __enter__(self):
         return self

@@ -127,8 +127,8 @@ def test_requests_are_left_to_the_controller_or_done_by_the_server_without_one(s
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         status, _, body = act(server, "drain")
         assert (status, json.loads(body)) == (200, {"message": "busy: drain requested"})
-        said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
-        assert said == "busy: will be launched again: t003"
+        message = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
+        assert message == "busy: will be launched again: t003"
         assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
     assert json.loads(act(server, "cancel")[2]) == {"message": "busy: now cancelled"}
     assert home.read("busy").phase == "cancelled"
@@ -184,11 +184,11 @@ def test_a_stream_sends_changes_and_resumes_where_it_broke(server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         time.sleep(0.3)
         ledger.append(ended(5, Crashed(evidence=evidence("late"))))
-        told = {}
-        while "trial/5" not in told:
-            told |= next(stream)[1]
-        assert told["trial/5"]["status"] == "crashed" and "trial/1" not in told
-        assert told["head"]["phase"] == "running"
+        received = {}
+        while "trial/5" not in received:
+            received |= next(stream)[1]
+        assert received["trial/5"]["status"] == "crashed" and "trial/1" not in received
+        assert received["head"]["phase"] == "running"
         again = next(patches(events(server, "busy", version)))[1]
         assert "trial/5" in again and "trial/1" not in again
         assert "trial/1" in next(patches(events(server, "busy", "other-5")))[1]
@@ -206,10 +206,10 @@ def test_a_replaced_sweep_is_read_again(server, home, tmp_path):
         path.unlink()
     for path in (tmp_path / "other").glob("ledger.sqlite*"):
         path.rename(folder / path.name)
-    told = {}
-    while "trial/7" not in told:
-        told |= next(stream)[1]
-    assert told["trial/7"] is None
+    received = {}
+    while "trial/7" not in received:
+        received |= next(stream)[1]
+    assert received["trial/7"] is None
 
 
 def test_a_client_that_reads_nothing_blocks_no_other(server, home):
@@ -305,13 +305,13 @@ def test_a_missing_home_is_reported_and_waited_for(server, home):
     next(stream)
     folder = home.sweep_folder("busy")
     away = folder.rename(folder.with_name("away"))
-    told = {}
-    while not told.get("trouble"):
-        told |= next(stream)[1]
-    assert "retrying" in told["trouble"]
+    received = {}
+    while not received.get("trouble"):
+        received |= next(stream)[1]
+    assert "retrying" in received["trouble"]
     away.rename(folder)
-    while told["trouble"]:
-        told |= next(stream)[1]
+    while received["trouble"]:
+        received |= next(stream)[1]
 
 
 def test_a_port_in_use_is_refused_only_if_requested(server, home):

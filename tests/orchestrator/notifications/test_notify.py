@@ -114,7 +114,7 @@ def sync_until(notifier: Notifier, ledger: Ledger, is_done: Callable[[], bool]) 
 # ---- what is reported ----
 
 
-def told(*events: Event, after_failures: int = 3) -> list[str | None]:
+def reported(*events: Event, after_failures: int = 3) -> list[str | None]:
     """What each event calls for."""
     found = []
     for i, event in enumerate(events):
@@ -128,20 +128,21 @@ def test_a_sweep_ended_by_its_budget_is_reported_as_budget() -> None:
     (finish,) = decide(fold(events))
     assert isinstance(finish, Finish)
     end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason, cause=finish.cause)
-    assert told(*events, end)[-1] == "budget"
-    assert told(*events, FINISHED)[-1] == "finished"
+    assert reported(*events, end)[-1] == "budget"
+    assert reported(*events, FINISHED)[-1] == "finished"
     for status in ("failed", "cancelled"):
         assert (
-            told(*events, SweepFinished(at_s=9.0, status=status, reason="x", cause=FinishCause.EXHAUSTED))[-1] == status
+            reported(*events, SweepFinished(at_s=9.0, status=status, reason="x", cause=FinishCause.EXHAUSTED))[-1]
+            == status
         )  # type: ignore[arg-type]
-    assert told(*events, SweepPaused(at_s=9.0, reason="x"))[-1] == "paused"
+    assert reported(*events, SweepPaused(at_s=9.0, reason="x"))[-1] == "paused"
 
 
 def test_consecutive_faults_are_reported_once_without_deliberate_kills() -> None:
     killed = GangLost(evidence=evidence(), cause="controller")
     outcomes = [FAULT, killed, FAULT, measured(), FAULT, FAULT, killed, FAULT, FAULT, FAULT]
     events = [created(), *(event for number, outcome in enumerate(outcomes) for event in trial(number, outcome))]
-    numbers = [(i - 1) // 3 for i, what in enumerate(told(*events)) if what == "repeated_failure"]
+    numbers = [(i - 1) // 3 for i, what in enumerate(reported(*events)) if what == "repeated_failure"]
     assert numbers == [7]
 
 
@@ -152,7 +153,7 @@ def test_a_node_out_of_service_is_reported_once() -> None:
         where = AttemptLaunched(at_s=2.0, trial=0, attempt=attempt, token=f"t{attempt}", ranks=place, num_devices=1)
         lost = ended(0, GangLost(evidence=evidence()), token=f"t{attempt}")
         events += [*([proposed(0)] if attempt == 0 else []), where, lost]
-    assert [i for i, what in enumerate(told(*events, after_failures=99)) if what] == [5]
+    assert [i for i, what in enumerate(reported(*events, after_failures=99)) if what] == [5]
 
 
 # ---- how it is delivered ----
@@ -189,15 +190,15 @@ def test_a_slow_webhook_blocks_neither_sweep_nor_command_and_is_served_later(
 ) -> None:
     may_answer = threading.Event()
     webhook.answer = lambda: 200 if may_answer.wait(60) else 500
-    told_file = tmp_path / "told"
+    output_file = tmp_path / "told"
     script = "import os, sys; open(sys.argv[1], 'w').write(os.environ['TUNE_CLUSTER_EVENT'] + ' ' + sys.stdin.read())"
-    command = [sys.executable, "-c", script, str(told_file)]
+    command = [sys.executable, "-c", script, str(output_file)]
     section = NotifySection(webhook_env="TEST_WEBHOOK", command=command, after_failures=1)
     notifier = Notifier(section)
     write(ledger, created(), *trial(0, FAULT))
-    sync_until(notifier, ledger, lambda: told_file.exists() and told_file.read_text() != "")
+    sync_until(notifier, ledger, lambda: output_file.exists() and output_file.read_text() != "")
     assert webhook.got == []
-    event, _, body = told_file.read_text().partition(" ")
+    event, _, body = output_file.read_text().partition(" ")
     assert event == "repeated_failure"
     assert json.loads(body)["sweep"] == "story"
 

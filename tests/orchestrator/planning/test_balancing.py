@@ -59,7 +59,7 @@ def policies(*more):
     return nested_policies([Recompute(), Recompute(full=((40,),)), *more])
 
 
-def said_of(candidate, workload=WORKLOAD, where=None):
+def estimate_of(candidate, workload=WORKLOAD, where=None):
     return cost_model().estimate(inputs_of([(workload, candidate)], where or cluster()))
 
 
@@ -71,7 +71,7 @@ def test_the_balancer_expects_what_the_cost_model_predicts(frame, share):
         found = balance(problem, time_limit_s=600)  # of a busy machine
     except DoesNotFitError:
         return
-    said = said_of(with_balance(frame, found, WORKLOAD))
+    said = estimate_of(with_balance(frame, found, WORKLOAD))
     assert max(found.peak_bytes) <= MEMORY_BYTES * share * (1 + 1e-9)
     # With several chunks the balancer also counts them one by one, where the cost model averages over a rank.
     if frame.layout.num_virtual_stages == 1:
@@ -91,7 +91,7 @@ def test_answers_of_the_balancer_fit_by_the_cost_model(frame, seq_length, memory
     selective = Recompute(selective=(SelectiveRecompute(pattern=SILU_MUL, num_layers=((40,),)),))
     found = balanced(workload, frame, where, policies(selective, again), share)
     if found is not None:
-        assert said_of(found[0], workload, where).peak_bytes[0] <= memory_bytes * share
+        assert estimate_of(found[0], workload, where).peak_bytes[0] <= memory_bytes * share
         assert sum(map(sum, found[1].stage_layers)) == 40
 
 
@@ -101,14 +101,14 @@ def test_the_optimiser_step_limits_the_layers_of_a_stage():
     workload = dataclasses.replace(WORKLOAD, model=model, seq_length=8)
     layout = Layout(pp=4, dp_shard=4, zero_stage=1, stage_layers=((10, 10, 10, 10),))
     frame = Candidate(layout=layout, precision=Precision(level="O2", dtype="bfloat16"))
-    even_bytes = said_of(frame, workload).peak_bytes[0]
-    assert said_of(frame, workload).peak_terms_bytes["workspace"][0] > 0, "the step is the worst moment"
+    even_bytes = estimate_of(frame, workload).peak_bytes[0]
+    assert estimate_of(frame, workload).peak_terms_bytes["workspace"][0] > 0, "the step is the worst moment"
     limit_bytes = even_bytes * 0.95
     where = cluster(limit_bytes)
     problem = problem_of(workload, frame, where, cost_model(), policies())
     found = balance(problem)
     assert found.stage_layers == ((9, 11, 11, 9),) and max(found.peak_bytes) <= limit_bytes
-    assert said_of(with_balance(frame, found, workload), workload, where).peak_bytes[0] <= limit_bytes
+    assert estimate_of(with_balance(frame, found, workload), workload, where).peak_bytes[0] <= limit_bytes
     with pytest.raises(DoesNotFitError):
         balance(dataclasses.replace(problem, memory_limit_bytes=even_bytes * 0.8))
 

@@ -12,7 +12,7 @@ from orchestrator.program.candidate_command import CHANGES, START, artifact, fil
 from tests.orchestrator.config.test_script import changed, write
 from trials.spec import Protocol
 
-TELL = """
+PROGRAM_THAT_PRINTS = """
 import json, os, sys
 if "RANK" not in os.environ or os.environ["RANK"] == "0":
     world = os.environ.get("WORLD_SIZE")
@@ -22,7 +22,7 @@ if "RANK" not in os.environ or os.environ["RANK"] == "0":
 
 
 def promoted(folder, launcher):
-    (folder / "tell.py").write_text(TELL)
+    (folder / "tell.py").write_text(PROGRAM_THAT_PRINTS)
     run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x",
            "--steps={steps}", "it's $HOME", "--save", "steps"]  # fmt: skip
     own = {"config:zero.stage": [1, 2], "$MODE": ["a b", "c"]}
@@ -46,11 +46,11 @@ def test_the_script_starts_the_command_with_copies_from_any_folder(tmp_path):
     spec, made = promoted(tmp_path, "own")
     done = started(tmp_path / "some where", made, STEPS="100", OUT="runs")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    started_with = json.loads(done.stdout)
     size = str(spec.baseline_candidate.micro_batch_size)
-    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
-    assert json.loads(told["config"]) == {"zero": {"stage": 2}}
-    assert told["mode"] == "a b"
+    assert started_with["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
+    assert json.loads(started_with["config"]) == {"zero": {"stage": 2}}
+    assert started_with["mode"] == "a b"
     alike = {"a": "/x/config.json", "b": "/y/config.json", "c": "/y/train.sh"}
     script = dataclasses.replace(spec.script, run=dataclasses.replace(spec.script.run, paths=alike))
     assert file_names(script, alike) == {"a": "config.json", "b": "b-config.json", "c": "c-train.sh"}

@@ -29,9 +29,11 @@ FACTS = {"trial": 4, "speedup": 1.25}
 SECRET = "hunter2-hunter2"
 
 
-def run(command: list[str], folder: Path, timeout_s: float = 60.0, told: dict[str, Any] | None = None) -> Evaluation:
+def run(
+    command: list[str], folder: Path, timeout_s: float = 60.0, given_facts: dict[str, Any] | None = None
+) -> Evaluation:
     process = EvaluationProcess()
-    process.start(tuple(command), told or FACTS, folder, timeout_s)
+    process.start(tuple(command), given_facts or FACTS, folder, timeout_s)
     return wait_for(process.poll)
 
 
@@ -180,11 +182,11 @@ def test_facts_describe_the_findings(tmp_path: Path) -> None:
     state = story()
     report = gate_report(state, 1, GateSettings(num_steps=3))
     assert report is not None and report.passed
-    told = facts(state, 1, report, tmp_path)
-    assert json.loads(json.dumps(told)) == told
-    assert told["candidate"]["micro_batch_size"] == 2 and told["baseline"]["micro_batch_size"] == 1
-    assert told["workload"] == to_json(state.sweep.workload) and told["gate"] == to_json(report)
-    run_of = told["runs"]["finalist"]
+    given_facts = facts(state, 1, report, tmp_path)
+    assert json.loads(json.dumps(given_facts)) == given_facts
+    assert given_facts["candidate"]["micro_batch_size"] == 2 and given_facts["baseline"]["micro_batch_size"] == 1
+    assert given_facts["workload"] == to_json(state.sweep.workload) and given_facts["gate"] == to_json(report)
+    run_of = given_facts["runs"]["finalist"]
     assert run_of["trial"] == 3 and run_of["trajectory"]["losses"] == [5.5, 5.4, 5.3]
     assert run_of["folder"] == str(tmp_path / "attempts" / attempt_id(3, 0, "token-3-0"))
-    assert set(told["runs"]) == {"baseline", "finalist", "twin"}
+    assert set(given_facts["runs"]) == {"baseline", "finalist", "twin"}

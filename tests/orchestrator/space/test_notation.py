@@ -26,9 +26,9 @@ def test_every_word_of_any_name_is_explained():
     for number in range(1500):
         own = (CustomChoice(name="--opt", value="a b" * (number % 20 + 1)), CustomChoice(name="f:x.opt", value=True))
         candidate = dataclasses.replace(random_candidate(rng), own=own[: number % 3])
-        name, told = short_name(candidate), spelled(candidate)
+        name, signs = short_name(candidate), spelled(candidate)
         rest = name
-        for sign, meaning in told:
+        for sign, meaning in signs:
             assert meaning
             assert rest.lstrip(" +").startswith(sign.lstrip("+")), (rest, sign)
             rest = rest.lstrip(" +")[len(sign.lstrip("+")) :]

@@ -108,15 +108,15 @@ def test_a_line_for_several_steps_counts_for_each_of_them():
 
 
 def test_times_come_from_clocks_then_rates_then_arrivals():
-    assert seconds(_told(lambda story, n: story.log(n, at_s=10.0 + n, arrived_s=9.0))) == [1.0, 1.0, 1.0]
-    assert seconds(_told(lambda story, n: story.log(n, tokens_per_s=2000.0))) == [0.5] * 3
-    assert seconds(_told(lambda story, n: story.log(n, tokens_per_s_per_device=2000.0))) == [0.25] * 3
-    assert seconds(_told(lambda story, n: story.log(n, samples_per_s=80.0))) == [0.1] * 3
-    assert seconds(_told(lambda story, n: story.log(n, arrived_s=0.5 * n))) == [0.5] * 3
-    assert seconds(_told(lambda story, n: story.report(n, t=100.0 + 0.5 * n))) == [0.5] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, at_s=10.0 + n, arrived_s=9.0))) == [1.0, 1.0, 1.0]
+    assert seconds(_judge_of(lambda story, n: story.log(n, tokens_per_s=2000.0))) == [0.5] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, tokens_per_s_per_device=2000.0))) == [0.25] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, samples_per_s=80.0))) == [0.1] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, arrived_s=0.5 * n))) == [0.5] * 3
+    assert seconds(_judge_of(lambda story, n: story.report(n, t=100.0 + 0.5 * n))) == [0.5] * 3
 
 
-def _told(tell):
+def _judge_of(tell):
     story = Story()
     for step in range(1, 5):
         tell(story, step)
@@ -129,7 +129,7 @@ def test_lines_that_arrive_together_share_their_time():
         story.log(step, arrived_s=1.6)
     assert seconds(story) == [0.2] * 3
     assert story.judge.times().resolution_s == pytest.approx(0.2)
-    assert seconds(_told(lambda story, n: story.log(n, arrived_s=5.0))) is None
+    assert seconds(_judge_of(lambda story, n: story.log(n, arrived_s=5.0))) is None
 
 
 def test_the_slowest_process_counts_and_shares_are_averaged():
@@ -184,28 +184,30 @@ def test_matching_or_unknown_facts_raise_no_objection():
 
 
 def test_another_global_batch_is_another_training():
-    story = _told(lambda story, n: story.report(n, samples=16))
+    story = _judge_of(lambda story, n: story.report(n, samples=16))
     with pytest.raises(InfeasibleSpec, match="8 samples per optimiser step, but the program has 16"):
         story.judge.check_facts()
-    _told(lambda story, n: story.report(n, samples=16 + n)).judge.check_facts()  # they vary: batches of their own
+    _judge_of(lambda story, n: story.report(n, samples=16 + n)).judge.check_facts()  # they vary: batches of their own
 
 
 def test_amounts_per_step_are_no_more_than_a_hook_counts():
-    story = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
+    story = _judge_of(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
     with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimiser step, but trains on 8 \(seen by rank0"):
         story.judge.check_facts()
-    packed = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0))
+    packed = _judge_of(
+        lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0)
+    )
     packed.judge.check_facts()
-    story = _told(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
+    story = _judge_of(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
     with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimiser step, but trains on 400"):
         story.judge.check_facts()
-    _told(
+    _judge_of(
         lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=1000)
     ).judge.check_facts()
 
 
 def test_divergence_beyond_the_measured_steps_does_not_count():
-    story = _told(lambda story, n: story.report(n, loss=1.0))
+    story = _judge_of(lambda story, n: story.report(n, loss=1.0))
     story.report(5, loss="NaN")
     story.judge.check_finite()
     with pytest.raises(NonFiniteLoss, match="loss is inf at step 4"):
