@@ -76,11 +76,11 @@ def test_what_does_not_fit_is_reported_as_left_out(tmp_path):
     assert "| trial | step ms | failed |\n|---|---|---|\n| O1 \\| eager | 1,234 |  |\n| O2 |  | out of memory |" in text
 
 
-@pytest.mark.representative("tells_a_row_and_sleeps-ended after 4 s, its time limit-1")
+@pytest.mark.representative("reports_a_row_and_sleeps-ended after 4 s, its time limit-1")
 @pytest.mark.parametrize(
     ("function", "why", "rows"),
     [
-        ("tells_a_row_and_sleeps", "ended after 4 s, its time limit", 1),
+        ("reports_a_row_and_sleeps", "ended after 4 s, its time limit", 1),
         ("lacks_something", "no such thing here", 0),
         ("leaves_out", "1 of 2 rows were left out for lack of time, which --continue brings", 2),
         ("breaks", "failed with exit status 1: ValueError: broken", 1),

@@ -93,7 +93,7 @@ def joins_by_address(spec, progress):
     return report(model_flops_per_token=all_reduce())
 
 
-def speaks_for_its_node(spec, progress):
+def reports_for_its_node(spec, progress):
     sign_in(spec)
     num_devices = int(os.environ["TUNE_CLUSTER_NUM_DEVICES"])
     assert Path(os.environ["TUNE_CLUSTER_ATTEMPT_DIR"], f"rank{os.environ['RANK']}.log").exists()

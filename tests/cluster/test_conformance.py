@@ -272,7 +272,7 @@ def test_environment(processes):
 def test_one_rank_per_node(processes, pids):
     devices = processes.topology.devices[1:4]
     options = {"one_rank_per_node": True}
-    gang = launch(processes, "speaks_for_its_node", on=devices, spec={"pids": pids}, options=options)
+    gang = launch(processes, "reports_for_its_node", on=devices, spec={"pids": pids}, options=options)
     end = end_of(processes, gang)
     assert isinstance(end.outcome, Measured), end.outcome
     found, node = end.outcome.measurement, processes.topology.nodes[0].name

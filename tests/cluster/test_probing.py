@@ -91,7 +91,7 @@ def test_ranks_placed_as_separate_nodes_measure_the_network(local_cluster, world
     rates = outcome.measurement.findings.rates
     assert [rank.rank for rank in rates] == list(range(world_size))
     for rank in rates:
-        assert rank.node_all_reduce is None, "it was not asked for"
+        assert rank.node_all_reduce is None, "it was not requested"
         assert rank.network_all_reduce.world_size == world_size // per_node
         assert len(rank.network_all_reduce.times) >= 2
         assert 0 < rank.network_transfer.times[0].time_s < 1.0

@@ -90,7 +90,7 @@ def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):
         describe(ClusterRequest(kind="local", device="cuda"))
 
 
-def test_describe_starts_nothing_and_knows_what_it_can():
+def test_describe_starts_nothing_and_returns_available_facts():
     found = describe(ClusterRequest(devices_per_node=3, device="cpu"))
     assert found is not None
     assert found.num_devices == 3

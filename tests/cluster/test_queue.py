@@ -81,7 +81,7 @@ def test_a_claim_that_never_fits_blocks_no_other():
 
 def test_a_lease_that_lost_a_node_goes_on_with_the_rest():
     assert numbers([claim("a", 3, held=2)], 2) == {"a": 2}
-    assert numbers([claim("a", 2, held=1), claim("b", 3, held=2)], 3) == {"a": 1, "b": 2}, "whoever comes first"
+    assert numbers([claim("a", 2, held=1), claim("b", 3, held=2)], 3) == {"a": 1, "b": 2}, "in order of arrival"
 
 
 def test_queues_share_by_weight_and_sweeps_of_a_queue_evenly():

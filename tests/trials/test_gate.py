@@ -149,6 +149,6 @@ def test_a_few_images_through_batch_norm_are_inconclusive():
     twin = dataclasses.replace(spec, perturbation=ROUNDING["float32"])
     baseline, finalist, twin_run = train_all([spec, other, twin])
     alone = judge_gate(1, GateTrajectories(baseline=baseline, finalist=finalist), settings, few)
-    assert alone.answer == "failed", "as it was said before there were twins"
+    assert alone.answer == "failed", "the verdict without twins"
     report = judge_gate(1, GateTrajectories(baseline=baseline, finalist=finalist, twin=twin_run), settings, few)
     assert report.answer == "inconclusive" and "this workload amplifies rounding errors" in report.doubts[0]

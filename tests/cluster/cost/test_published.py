@@ -78,7 +78,7 @@ def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path):
     assert (like.inputs["micro_batch_size"], like.inputs["num_microbatches"]) == (4, 2)
     assert sum(like.inputs["stage_full"]) == like.inputs["num_layers"]
     assert unlike.inputs["micro_batch_size"] == alone.inputs["micro_batch_size"] == 1
-    assert like["micro_batch"] == "", "what the source says stays"
+    assert like["micro_batch"] == "", "values of the source stay"
 
 
 def test_a_label_unlike_the_catalogue_means_another_variant(tmp_path):

@@ -95,7 +95,7 @@ def test_nodes_rendezvous_over_the_interface_that_connects_them():
     assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 1, "ens3", host={})
     assert default_env("npu", 2, "ens3", host={})["HCCL_SOCKET_IFNAME"] == "=ens3"
     assert default_env("cpu", 1, None, host={}) == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 2, None, host={}), "nobody knows it: left to NCCL"
+    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 2, None, host={}), "unknown: left to NCCL"
 
 
 def test_variables_of_the_host_override_defaults():
@@ -157,7 +157,7 @@ def test_cluster_variables_reach_ranks_and_the_fork_server(tmp_path):
         options = {"env": {"EXTRA": "of the launch", "OMP_NUM_THREADS": "2"}}
         seen = run(cluster, "environment", options=options).outcome.evidence.message
     assert "'EXTRA': 'of the launch'" in seen
-    assert "'threads': 2" in seen, "the number of threads that the launch asks for, not the node's"
+    assert "'threads': 2" in seen, "the number of threads that the launch requests, not that of the node"
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ GANGS = {
         [*(("connection", rank, 0.1 * rank) for rank in range(7)), ("device_lost", 7, 1.5)],
         (GangLost, "b", 7),
     ),
-    "nobody tells more than lost connections": ([("connection", rank, 0.1 * rank) for rank in range(8)], LOST_ALONE),
+    "all report only lost connections": ([("connection", rank, 0.1 * rank) for rank in range(8)], LOST_ALONE),
     "kernels break off that read the memory of a device that breaks": (
         [("device_suspect", 0, 0.0), ("device_suspect", 1, 0.1), ("connection", 2, 0.2), ("device_lost", 5, 1.9)],
         (GangLost, "b", 5),
@@ -256,7 +256,7 @@ def test_a_root_cause_always_comes_before_collateral(found):
         late = ("lost", "device_lost")
         assert any(item.at_s <= first + OOM_WINDOW_S or item.category in late for item in told), "and an early one"
     elif any(item.category in COLLATERAL for item in found):
-        assert isinstance(outcome, GangLost), "nobody's own failure explains the connections that broke"
+        assert isinstance(outcome, GangLost), "no failure of a rank explains the broken connections"
 
 
 @pytest.mark.parametrize(

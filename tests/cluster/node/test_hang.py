@@ -228,7 +228,7 @@ def test_a_rank_that_cannot_answer_is_dumped_through_the_nccl_pipe(tmp_path, alo
     found = records([rank])
     thread.join()
     os.close(reading)
-    assert listening(tmp_path) == [], "a pipe that nobody reads is of another host, or of the dead"
+    assert listening(tmp_path) == [], "a pipe without a reader belongs to another host or a dead process"
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] + "3" == str(rank.dump)
     assert isinstance(found[3], FlightRecord)
     assert [place.entered for place in found[3].places] == [2]

@@ -130,7 +130,7 @@ def test_throttling_clocks_and_heat_are_read_from_what_nvidia_smi_prints():
     hot = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, "", called("GPU-5d0c"), ())
     assert (hot.throttled_by, hot.highest_temperature_c, hot.is_disturbing) == (("hw_thermal",), 88.0, True)
     nothing = with_devices(Disturbance(node="n", seconds=9.0), "", "", called("0"), ())
-    assert nothing == Disturbance(node="n", seconds=9.0), "nvidia-smi said nothing: unknown, and no error"
+    assert nothing == Disturbance(node="n", seconds=9.0), "no output of nvidia-smi: unknown, and no error"
 
 
 def test_usage_of_a_busy_node_is_sampled_and_halved_when_full(monkeypatch):
@@ -161,14 +161,14 @@ def test_usage_of_the_gangs_devices_is_read_from_what_nvidia_smi_prints():
 def test_the_most_memory_in_use_on_devices_is_kept():
     samples = parse_samples(CLOCKS)
     assert (most_used(samples, called("0", "1")), most_used(samples, called("GPU-5d0c"))) == (12000 << 20, 20 << 20)
-    assert most_used(samples, called("2")) == 0, "not told"
+    assert most_used(samples, called("2")) == 0, "not reported"
 
 
 def test_foreign_processes_on_devices_are_distinguished_from_the_gang():
     uuid, mine, other, hidden = CLOCKS.split(", ")[1], os.getpid(), os.getppid(), 4194305
     texts = "".join(f"{uuid}, {pid}\n" for pid in (mine, other, hidden, "[N/A]"))
     found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, texts, called("0"), {mine})
-    assert found.foreign_on_devices == (f"pid {other} on GPU 0",), "a pid that means nothing here is nobody's"
+    assert found.foreign_on_devices == (f"pid {other} on GPU 0",), "a pid unknown here has no owner"
     assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, texts, called("1"), {mine}).foreign_on_devices
 
 

@@ -86,7 +86,7 @@ def test_a_controller_that_dies_or_loses_its_cluster_is_started_again(home: Path
     assert "lost its cluster" in messages
 
 
-def test_exit_code_1_means_a_failed_sweep_only_where_the_ledger_says_so(home: Path) -> None:
+def test_exit_code_1_means_a_failed_sweep_only_if_the_ledger_confirms_it(home: Path) -> None:
     """Ray's core ends processes with it, too."""
     assert supervise(home, "1", "failed")[0] == 1
     assert len(pids(home)) == 2

@@ -225,7 +225,7 @@ class Controller(RuleBasedStateMachine):
             return
         before, self.now_s = self.state, self.now_s + passed_s
         self.take_over()
-        assert self.state.active_s == before.active_s, "time without a controller is nobody's"
+        assert self.state.active_s == before.active_s, "time without a controller does not count"
         assert self.state.status == "running"
 
     @precondition(lambda self: not self.state.is_over)

@@ -97,7 +97,9 @@ def test_what_slows_a_program_is_named(name, tmp_path):
     assert found.bottleneck.kind == kind, (outcome.measurement.breakdown, [b.kind for b in found.bottlenecks])
     assert any(words in line for line in found.bottleneck.evidence), found.bottleneck.evidence
     assert found.parts.share("other") < 0.5, "the step was taken apart"
-    assert not any(one.kind == "compute" for one in found.bottlenecks), "nothing here tells computation from waiting"
+    assert not any(one.kind == "compute" for one in found.bottlenecks), (
+        "nothing here distinguishes computation from waiting"
+    )
 
 
 @pytest.mark.slow

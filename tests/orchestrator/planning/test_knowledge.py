@@ -65,7 +65,7 @@ def test_probes_and_dry_runs_do_not_change_the_proposals_of_a_resumed_sweep(tmp_
     resumed = submit(other, CONTENT).state
     assert proposals(resumed) == proposals(whole)
     fresh = submit(other, changed(CONTENT, ("name",), "fresh")).state
-    assert later not in [trial.candidate for trial in fresh.trials], "a dry run says that it does not fit"
+    assert later not in [trial.candidate for trial in fresh.trials], "a dry run shows that it does not fit"
     assert proposals(fresh)[1][1] != proposals(whole)[1][1], "a probe changes what is expected"
 
 

@@ -185,7 +185,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     "action of a record": (lambda at: at.tag_record("tc.action", "bless"), {}),
     "number of a record": (lambda at: at.tag_record("tc.number", "x"), {}),
     "time of a record": (lambda at: at.tag_record("tc.at_s", "1e400"), {}),
-    "what a record says was missing": (lambda at: at.tag_record("tc.missing", "7"), {}),
+    "the missing evidence of a record": (lambda at: at.tag_record("tc.missing", "7"), {}),
     "action and file of a record": (
         lambda at: [at.tag_record("tc.action", "bless"), (at.recipe("3").parents[1] / "record.json").unlink()],
         dict.fromkeys(("history", "rollback", "promote"), "a record of llama was altered"),

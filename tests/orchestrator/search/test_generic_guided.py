@@ -161,7 +161,7 @@ def test_a_simulated_machine_of_images_follows_the_model_unless_it_deviates():
     usual = generic_step_seconds(TRUTH.inputs.take(slice(0, 1)), load_prior("time").coefficients)
     assert like_model(plain).step_time_s == pytest.approx(float(sum(usual.values())[0]))
     assert like_model(plain).peak_bytes == pytest.approx(TRUTH.estimates.peak_bytes[0], abs=1)
-    assert like_model(other).step_time_s < like_model(plain).step_time_s, "workers read beside computing"
+    assert like_model(other).step_time_s < like_model(plain).step_time_s, "workers read while it computes"
     assert like_model(plain).peak_bytes == like_model(chosen).peak_bytes == like_model(other).peak_bytes
     times_s = [off(spec).step_time_s for spec in (plain, chosen, other)]
     assert len(set(times_s)) == 3 and off(chosen).step_time_s == times_s[1]

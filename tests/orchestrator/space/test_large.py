@@ -189,4 +189,4 @@ def test_the_shown_plan_reports_that_the_space_is_too_large(made):
     shown = " ".join(shown_text(render_plan(made)).split())
     assert f"{len(made.candidates):,} legal candidates drawn" in shown
     assert made.too_large in shown
-    assert "alike" not in shown, "nobody counted"
+    assert "alike" not in shown, "they were not counted"
