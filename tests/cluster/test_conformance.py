@@ -151,9 +151,9 @@ def test_progress(backend):
     gang = backend.launch("works")
     *events, end = events_until_end(backend.cluster, gang)
     assert all(isinstance(event, GangProgress) for event in events)
-    told = [(PHASES.index(event.phase), event.step) for event in events]
-    assert told == sorted(set(told))
-    assert told[-1] == (PHASES.index("measuring"), len(end.outcome.measurement.step_times_s))
+    reports = [(PHASES.index(event.phase), event.step) for event in events]
+    assert reports == sorted(set(reports))
+    assert reports[-1] == (PHASES.index("measuring"), len(end.outcome.measurement.step_times_s))
 
 
 def test_device_seconds(backend):

@@ -229,14 +229,14 @@ def test_updates_match_the_device_even_for_tensors_split_into_groups(dtype, monk
 
 def test_states_and_update_buffers_are_allocated_in_host_memory(monkeypatch):
     """Devices apart, as a CPU has only one: every allocation beyond the model's own is a request for host memory."""
-    asked = []
-    monkeypatch.setattr(host, "allocating", lambda: asked.append(1) or torch.no_grad())
+    requested = []
+    monkeypatch.setattr(host, "allocating", lambda: requested.append(1) or torch.no_grad())
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = HostAdamW([HeldParameter(parameter)], CPU, lr=1e-2)
     parameter.grad = torch.ones(4)
     optimizer.step()
     (state,) = optimizer.states
-    assert state.is_copy and state.master.data_ptr() != parameter.data_ptr() and asked
+    assert state.is_copy and state.master.data_ptr() != parameter.data_ptr() and requested
 
 
 def test_step_counts_are_in_host_memory_unless_kernels_read_them(monkeypatch):

@@ -258,8 +258,8 @@ def test_the_node_with_the_hanging_rank_is_blamed_although_its_deadline_has_not_
 
 def poll_all(agents, tracker):
     """The outcome of the gang from the events of its nodes."""
-    told = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
-    return [found for name, event in told for found in tracker.handle(name, event, now_s=1.0)]
+    node_events = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
+    return [found for name, event in node_events for found in tracker.handle(name, event, now_s=1.0)]
 
 
 @pytest.fixture

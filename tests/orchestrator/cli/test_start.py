@@ -38,9 +38,9 @@ def folder(tmp_path, monkeypatch):
 def test_a_13b_model_on_64_gpus_from_its_configuration_to_its_plan(folder):
     drafted = run("init", "--model", "config.json", "--cluster", "dgx-h100", "--nodes", 8, "--max-trials", 3, "--json")
     assert drafted.exit_code == 0, drafted.output
-    said = json.loads(drafted.stdout)
-    assert said["simulated"]
-    assert said["expected"]["fits"]
+    answer = json.loads(drafted.stdout)
+    assert answer["simulated"]
+    assert answer["expected"]["fits"]
     text = (folder / "sweep.yaml").read_text()
     assert len(text.splitlines()) <= MAX_LINES
     assert "kind: ray, address: HOST:PORT" in text

@@ -152,9 +152,9 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
     assert [(line["trial"], line["state"]) for line in trials[8:]] == [(5, "measured"), (6, "measured")]
     assert {line["change"] for line in lines} == {"sweep", "lease", "trial", "progress"}
     assert lines[-1] | {"change": "sweep", "state": "finished", "reason": "enough"} == lines[-1]
-    said = plain_lines.file.getvalue()
-    assert "2 more nodes are busy" in said
-    assert re.search(r"t005 .* best so far", said)
+    printed = plain_lines.file.getvalue()
+    assert "2 more nodes are busy" in printed
+    assert re.search(r"t005 .* best so far", printed)
 
 
 def test_watch_ends_with_the_state_and_fails_by_exit_code(tmp_path):

@@ -325,8 +325,8 @@ SHARES_OF_PROFILE = {"compute": 0.5, "communication": 0.3, "dispatch": 0.2}
 
 
 def test_the_time_of_a_program_beyond_data_is_split_only_with_a_model():
-    told = StepBreakdown(data_s=0.2, other_s=0.5)
-    taken = measured(0.7, breakdown=told, findings=Findings(script=ScriptReport()))
+    clock_times = StepBreakdown(data_s=0.2, other_s=0.5)
+    taken = measured(0.7, breakdown=clock_times, findings=Findings(script=ScriptReport()))
     trial = sweep([llama(SHARDED)], [taken]).trials[0]
     plain = split(trial, {}, "nobody knows its dimensions")
     assert [(part.name, pytest.approx(part.seconds)) for part in plain.parts] == [("data", 0.2), ("other", 0.5)]

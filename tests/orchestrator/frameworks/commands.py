@@ -150,9 +150,9 @@ def run_of(laid, run):
 def differing(run, name, candidate):
     """Fields in which a command differs from a candidate."""
     reading = training(name).read(run)
-    asked, said = values_of(candidate), reading.values
-    known = canonical(candidate_of({**asked, **{path: v for path, v in said.items() if path in asked}}))
+    requested, parsed = values_of(candidate), reading.values
+    known = canonical(candidate_of({**requested, **{path: v for path, v in parsed.items() if path in requested}}))
     found = values_of(known)
-    if reading.num_layers is None and said.get("recompute.full") and asked["recompute.full"]:
-        found["recompute.full"] = asked["recompute.full"]  # all layers, however many there are
-    return {path for path in asked if found.get(path) != asked[path]}
+    if reading.num_layers is None and parsed.get("recompute.full") and requested["recompute.full"]:
+        found["recompute.full"] = requested["recompute.full"]  # all layers, however many there are
+    return {path for path in requested if found.get(path) != requested[path]}

@@ -54,9 +54,9 @@ def test_a_written_value_is_read_back_and_the_rest_is_unchanged(before, after, s
 @given(OTHERS, settings())
 def test_values_already_present_are_unchanged(words, setting):
     argument, _ = setting
-    said = read(words, argument)
-    if said not in (None, "") and not any(word.startswith("@") for word in words):
-        assert write(words, argument, said) == tuple(words)
+    present = read(words, argument)
+    if present not in (None, "") and not any(word.startswith("@") for word in words):
+        assert write(words, argument, present) == tuple(words)
 
 
 MICRO = either_dash("--micro-batch-size", aliases=("-b",))

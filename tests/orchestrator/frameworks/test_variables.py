@@ -85,8 +85,8 @@ def test_exported_scripts_set_them_before_the_start(tmp_path):
     files = with_exports({"run.sh": script, "spec.json": "{}"}, known)
     assert files["spec.json"] == "{}"
     (tmp_path / "run.sh").write_text(files["run.sh"])
-    said = subprocess.run(["sh", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
-    assert said == "Ring/two 'words'\n"
+    parsed = subprocess.run(["sh", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
+    assert parsed == "Ring/two 'words'\n"
     only = with_exports({"ds.json": "{}"}, known)
     assert "export NCCL_ALGO=Ring\n" in only[ENV_FILE]
     assert with_exports({"run.sh": script}, {}) == {"run.sh": script}

@@ -71,13 +71,13 @@ def test_the_balancer_expects_what_the_cost_model_predicts(frame, share):
         found = balance(problem, time_limit_s=600)  # of a busy machine
     except DoesNotFitError:
         return
-    said = estimate_of(with_balance(frame, found, WORKLOAD))
+    predicted = estimate_of(with_balance(frame, found, WORKLOAD))
     assert max(found.peak_bytes) <= MEMORY_BYTES * share * (1 + 1e-9)
     # With several chunks the balancer also counts them one by one, where the cost model averages over a rank.
     if frame.layout.num_virtual_stages == 1:
-        assert max(found.peak_bytes) == pytest.approx(said.peak_bytes[0], rel=0.1)
+        assert max(found.peak_bytes) == pytest.approx(predicted.peak_bytes[0], rel=0.1)
     terms = ("forward", "backward", "recompute", "launch", "tensor_parallel", "sharding", "bubble")
-    pipeline_s = float(np.sum([said.step_terms_s[name][0] for name in terms]))
+    pipeline_s = float(np.sum([predicted.step_terms_s[name][0] for name in terms]))
     assert found.step_s == pytest.approx(pipeline_s, rel=0.06)
     assert sum(found.step_terms_s.values()) == pytest.approx(found.step_s)
 

@@ -90,7 +90,7 @@ class Store:
             database.commit()
 
 
-def said(call: Callable[[], Any]) -> str:
+def message_of(call: Callable[[], Any]) -> str:
     """What the call's message is; empty where it did its work. Nothing else may come of it."""
     try:
         call()
@@ -103,12 +103,12 @@ def outcome(store: Store) -> dict[str, str]:
     """The output of each command, the changing ones last: back, and forward again."""
     home = store.home
     return {
-        "show": said(lambda: commands.show(NAME, home)),
-        "diff": said(lambda: commands.diff(f"{NAME}@previous", f"{NAME}@production", home)),
-        "export": said(lambda: describe(f"{NAME}@production", home, None)),
-        "history": said(lambda: commands.history(NAME, home)),
-        "rollback": said(lambda: store.releases().roll_back(NAME)),
-        "promote": said(lambda: store.releases().promote(NAME, manifest(home, 2))),
+        "show": message_of(lambda: commands.show(NAME, home)),
+        "diff": message_of(lambda: commands.diff(f"{NAME}@previous", f"{NAME}@production", home)),
+        "export": message_of(lambda: describe(f"{NAME}@production", home, None)),
+        "history": message_of(lambda: commands.history(NAME, home)),
+        "rollback": message_of(lambda: store.releases().roll_back(NAME)),
+        "promote": message_of(lambda: store.releases().promote(NAME, manifest(home, 2))),
     }
 
 

@@ -169,11 +169,11 @@ def test_scripts_in_names_notes_and_log_tails_stay_text():
     evidence = replace(crashed.evidence, log_tail=(HOSTILE,), collateral=(HOSTILE,))
     story = proof_events(search=[*speeds(0.1, 0.08), replace(crashed, evidence=evidence)])
     story[0] = replace(story[0], sweep=HOSTILE)  # type: ignore[type-var]
-    told = next(i for i, event in enumerate(story) if event.kind == "verdict_reached")
-    verdict = story[told].verdict
+    position = next(i for i, event in enumerate(story) if event.kind == "verdict_reached")
+    verdict = story[position].verdict
     gate = replace(verdict.gates[0], notes=(HOSTILE,), precision_class=HOSTILE)
     evaluation = replace(verdict.evaluations[0], output_tail=(HOSTILE,))
-    story[told] = replace(story[told], verdict=replace(verdict, gates=(gate,), evaluations=(evaluation,)))
+    story[position] = replace(story[position], verdict=replace(verdict, gates=(gate,), evaluations=(evaluation,)))
     ended = next(i for i, event in enumerate(story) if event.kind == "evaluation_ended")
     story[ended] = replace(story[ended], evaluation=evaluation)
     page = page_html(made(fold(story)))
