@@ -186,9 +186,9 @@ def test_an_inaccessible_change_blocks_no_other(home: Home, client: MlflowClient
     ],
 )
 def test_refusals_name_the_reason(home: Home, client: MlflowClient, options: dict[str, str], part: str):
-    requests = {"name": "llama", "trial": None, "expect_current": None, **options}
+    arguments = {"name": "llama", "trial": None, "expect_current": None, **options}
     with pytest.raises(ConfigError) as caught:
-        commands.promote(home=home, sweep="story", force=True, **requests)
+        commands.promote(home=home, sweep="story", force=True, **arguments)
     assert part in str(caught.value)
     assert client.search_registered_models() == []
 
