@@ -260,7 +260,7 @@ def test_two_sweeps_of_one_name_do_not_mix(tmp_path: Path, uri: str):
     assert (len(recording.sweeps), len(recording.trials)) == (2, 2)
 
 
-def test_mlflow_being_away_delays_and_loses_nothing(
+def test_an_unavailable_mlflow_delays_and_loses_nothing(
     ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "store").write_text("a file where a folder should be")
@@ -295,7 +295,7 @@ def test_a_store_that_fails_is_one_message_and_no_traceback_of_mlflow(
         raise PermissionError(13, "Permission denied", str(tmp_path / "missing"))
 
 
-def test_a_dead_server_holds_up_nothing(ledger: Ledger, caplog: pytest.LogCaptureFixture):
+def test_a_dead_server_blocks_nothing(ledger: Ledger, caplog: pytest.LogCaptureFixture):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -306,7 +306,7 @@ def test_a_dead_server_holds_up_nothing(ledger: Ledger, caplog: pytest.LogCaptur
     assert "secret" not in caplog.text
 
 
-def test_an_error_half_way_keeps_what_was_written(ledger: Ledger, uri: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_midway_keeps_what_was_written(ledger: Ledger, uri: str, monkeypatch: pytest.MonkeyPatch):
     """A store that fails now and then, at any call, ends up as if it had not."""
     story = events(all_kinds())
     state = fill(ledger, story)
@@ -359,7 +359,7 @@ def test_experiments_of_other_models_are_named_after_their_shape():
         assert run_records.experiment_name(created(workload=workload)) == name
 
 
-def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path: Path):
+def test_a_guided_sweep_records_reason_and_prediction_of_every_trial(tmp_path: Path):
     state = submit(tmp_path, {**SWEEP, "search": {"early_stop": "off"}}).state
     recording = Recording(home(tmp_path).default_tracking_uri)
     assert len(recording.trials) == len(state.trials) > 3
@@ -382,7 +382,7 @@ def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path:
             )
 
 
-def test_names_of_own_knobs_are_such_as_mlflow_takes():
+def test_names_of_custom_knobs_are_valid_in_mlflow():
     from mlflow.utils.validation import _validate_param
 
     names = ("$OMP_NUM_THREADS", "--tp-comm-overlap", "config:zero_optimization.overlap_comm", "width")
@@ -395,8 +395,8 @@ def test_names_of_own_knobs_are_such_as_mlflow_takes():
 
 
 @pytest.mark.exhaustive
-def test_two_sweeps_that_begin_in_an_empty_home_share_one_whole_store(tmp_path: Path):
-    """MLflow's migrations know no lock: made twice at once, the store could never be used again."""
+def test_two_sweeps_starting_in_an_empty_home_share_one_complete_store(tmp_path: Path):
+    """MLflow's migrations take no lock: made twice at once, the store could never be used again."""
     uri = f"sqlite:///{tmp_path}/für alle/mlflow.db"
     code = f"from orchestrator.tracking.mlflow_tracker import Tracker; Tracker({uri!r}).client()"
     started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
