@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -161,11 +162,15 @@ def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
 def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
     """A real sweep for so many minutes, with a fault every minute and a sample before each."""
     (folder / "growth.yaml").write_text(json.dumps(REAL), encoding="utf-8")
-    began_s = time.monotonic()
+    due_s = time.monotonic() + FAULT_EVERY_S
+    ends_s = due_s + 60 * args.minutes
     process = submitted(folder)
     try:
-        for number in range(1, 1 + int(60 * args.minutes / FAULT_EVERY_S)):
-            time.sleep(max(0.0, began_s + number * FAULT_EVERY_S - time.monotonic()))
+        for number in itertools.count(1):
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= ends_s:
+                break
+            due_s = time.monotonic() + FAULT_EVERY_S
             if process.poll() is not None:
                 shown = (folder / "shown").read_text(encoding="utf-8")[-2000:]
                 raise RuntimeError(f"the sweep ended by itself with {process.returncode}: {shown}")
@@ -178,16 +183,20 @@ def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
                 while process.poll() is None and watcher.num_trials() <= num_before + 2:
                     time.sleep(1.0)
             else:
-                kill_a_rank(process.pid)
+                kill_a_rank(process)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
 
 
-def kill_a_rank(controller_pid: int) -> None:
-    """Kill the youngest process of the sweep."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(descendants(controller_pid)[-1], signal.SIGKILL)
+def kill_a_rank(controller: subprocess.Popen[bytes]) -> None:
+    """Kill the youngest process of the sweep, as soon as there is one."""
+    while controller.poll() is None:
+        if below := descendants(controller.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(below[-1], signal.SIGKILL)
+            return
+        time.sleep(0.1)
 
 
 def submitted(folder: Path) -> subprocess.Popen[bytes]:

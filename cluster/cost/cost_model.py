@@ -33,7 +33,7 @@ from cluster.cost.peak_memory import MEMORY_TERMS, stage_bytes
 from cluster.cost.step_time import TIME_TERMS, step_seconds
 from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
-from trials.legality import holds_plain
+from trials.layout_rules import holds_plain
 from trials.lengths import expected_positions
 from trials.sizes import matmul_format, num_attention_weights, num_narrowing_weights
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload

@@ -27,7 +27,7 @@ from orchestrator.space.space import without_effect
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, speed_ratio, verdict
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.units import chance, changes_text, num_bytes, ratio_interval, status_label, trial_id
-from trials.legality import has_experts
+from trials.layout_rules import has_experts
 from trials.outcome import OutOfMemory
 from trials.spec import (
     Candidate,

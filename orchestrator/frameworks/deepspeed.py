@@ -73,7 +73,7 @@ from orchestrator.frameworks.transformers import (
     scale_of_deepspeed,
     trackers_off,
 )
-from trials.legality import holds_plain
+from trials.layout_rules import holds_plain
 from trials.script.command import LogFormat
 from trials.spec import LlamaModel, LossScale
 

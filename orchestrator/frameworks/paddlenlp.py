@@ -52,7 +52,7 @@ from orchestrator.frameworks.spelling import (
     switch,
 )
 from trials.files import read_regular
-from trials.legality import has_experts
+from trials.layout_rules import has_experts
 from trials.script.command import Expected, LogFormat
 from trials.spec import Counts, Experts, LlamaModel, LossScale, SelectiveRecompute
 

@@ -61,7 +61,7 @@ from orchestrator.frameworks.torchtitan_config import (
     module_text,
     settings_of,
 )
-from trials.legality import has_experts
+from trials.layout_rules import has_experts
 from trials.script.command import Expected, LogFormat
 from trials.sizes import all_chunks
 from trials.spec import Layout, LlamaModel, SelectiveRecompute

@@ -25,7 +25,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from trials.files import digest
-from trials.legality import FP32_MAX, FP32_TINY, has_sane_chunks
+from trials.layout_rules import has_sane_chunks
+from trials.legality import FP32_MAX, FP32_TINY
 from trials.patterns import pattern_problem
 from trials.sizes import virtual_stage
 from trials.spec import (

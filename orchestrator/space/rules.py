@@ -34,6 +34,7 @@ from cluster.hardware.topology import Topology, is_slice_name
 from orchestrator.space.file_types import show_pattern
 from orchestrator.space.knobs import INHERITED, KNOBS
 from trials import legality
+from trials.layout_rules import LegalityRule
 from trials.spec import Candidate, Counts, CustomChoice, Kernels, Layout, ScriptModel, Workload
 
 # Legality rules: candidates that cannot work, with reasons
@@ -126,7 +127,7 @@ OF_ANY_TRAINER = frozenset(
 """Rules of the trial runner that hold for any training program."""
 
 
-def _of_runner(rule: legality.LegalityRule) -> Rule:
+def _of_runner(rule: LegalityRule) -> Rule:
     """Convert a rule of the trial runner to a rule of the search space."""
 
     def check(case: Case) -> str | None:

@@ -22,7 +22,7 @@ from cluster.candidate_table import CandidateTable
 from orchestrator.space.file_types import layers_of, resolve_recompute, resolve_stage_layers
 from orchestrator.space.knobs import KNOBS, CustomKnob, CustomScalar, Knob, chosen, combinations
 from orchestrator.space.notation import Features, Scalar
-from trials.legality import has_experts, has_latent_attention, holds_plain
+from trials.layout_rules import has_experts, has_latent_attention, holds_plain
 from trials.spec import (
     Candidate,
     Kernels,

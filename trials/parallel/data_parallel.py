@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
-from trials.legality import holds_plain
+from trials.layout_rules import holds_plain
 from trials.models.experts import RoutedExperts, mixtures_in
 from trials.models.model import TrainModel
 from trials.parallel.mesh import (

@@ -27,7 +27,7 @@ from trials.attention import AttentionPlan, causal_attention
 from trials.datasets import Rows, micro_batches
 from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.kernels import apply_compile, attention_plan
-from trials.legality import has_experts, uses_ddp
+from trials.layout_rules import has_experts, uses_ddp
 from trials.lengths import num_tokens
 from trials.models import FusedMeter, ImportedModel, Loss, TrainModel, build_model, loss_of, merged
 from trials.models.built_in import Llama

@@ -1,4 +1,4 @@
-"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled says why."""
+"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled has a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_refuses_wrong_columns(tmp_path):
 
 
 def table_of(tmp_path, *changes):
-    """A table that repeats the first row of the small one, changed as each of ``changes`` says."""
+    """A table that repeats the first row of the small one, changed by each of ``changes``."""
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
         reader = csv.DictReader(source)
@@ -78,7 +78,7 @@ def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path):
     assert (like.inputs["micro_batch_size"], like.inputs["num_microbatches"]) == (4, 2)
     assert sum(like.inputs["stage_full"]) == like.inputs["num_layers"]
     assert unlike.inputs["micro_batch_size"] == alone.inputs["micro_batch_size"] == 1
-    assert like["micro_batch"] == "", "what the source says stays"
+    assert like["micro_batch"] == "", "values of the source stay"
 
 
 def test_a_label_unlike_the_catalogue_means_another_variant(tmp_path):
@@ -134,7 +134,7 @@ def rewritten(tmp_path, *, drop="", **changes):
         ({"layers": "", "hidden": "", "n_params": ""}, "neither the architecture nor"),
     ],
 )
-def test_what_cannot_be_described_is_counted_with_its_reason(tmp_path, changes, reason):
+def test_indescribable_rows_are_counted_with_a_reason(tmp_path, changes, reason):
     rows, notes = read_what_can_be(rewritten(tmp_path, drop="compile", **changes))
     assert len(rows) == len(read_table(TABLE))
     assert notes == ["no column compile: read as blank", "column split left out"]

@@ -114,7 +114,7 @@ LONG = {"seq_length": 2**18, "recompute": "full"}
         ("constant", {}, {"tp": 2}),
     ],
 )
-def test_memory_moves_the_right_way(term, less, more):
+def test_memory_changes_in_the_right_direction(term, less, more):
     terms = estimate(row(**less), row(**more)).peak_terms_bytes[term]
     assert terms[0] < terms[1]
 
@@ -171,13 +171,13 @@ def heads(number, size, **changes):
         ("gradient_reduction", {}, {"gathered_bytes": 4}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
-        # Weights are gathered among those who share states; only gradients' reduction hides.
+        # Weights are gathered among ranks that share states; only gradients' reduction hides.
         ("gradient_reduction", {"dp_replicate": 8, "gradient_bytes": 2}, {"dp_shard": 64, "gradient_bytes": 2}),
         ("optimizer", {"dp_shard": 8}, {"dp_shard": 1, "dp_replicate": 8, "zero_stage": 0}),
         ("forward", {"peak_flops_per_s": 600e12}, {}),
     ],
 )
-def test_time_moves_the_right_way(term, less, more):
+def test_time_changes_in_the_right_direction(term, less, more):
     terms = estimate(row(**less), row(**more)).step_terms_s[term]
     assert terms[0] < terms[1]
 
@@ -281,7 +281,7 @@ def test_states_on_the_host_are_not_on_the_device_and_take_its_processors_time()
     assert seconds["optimizer"][1] >= 6.7e9 / HOST_UPDATES_PER_S > 50 * seconds["optimizer"][0]
 
 
-def test_8_bit_operands_made_anew_keep_no_less_than_16_bits_and_leave_the_head_alone():
+def test_recomputed_8_bit_operands_keep_no_less_than_16_bits_and_spare_the_head():
     wide, kept = row(), row(peak_flops_per_s=2 * 312e12)
     cast = {**kept, "casts_operands": 1}
     seconds, memory = terms(wide, kept, cast)
@@ -355,7 +355,7 @@ def test_copies_hide_the_exchange_of_experts_all_of_it_behind_shared_ones():
     assert shared < alone / 4
 
 
-def test_optimiser_states_of_experts_are_shared_by_those_who_hold_the_same():
+def test_optimiser_states_of_experts_are_sharded_over_ranks_with_the_same_experts():
     states = []
     for ep in (1, 8):
         x = inputs(row(**MIXTRAL, ep=ep, dp_shard=8, zero_stage=1))
@@ -363,8 +363,8 @@ def test_optimiser_states_of_experts_are_shared_by_those_who_hold_the_same():
     assert states[0] == pytest.approx(states[1], rel=1e-9)
 
 
-def test_experts_are_gathered_from_those_who_hold_the_same():
-    """With as many expert-parallel ranks as shards nobody else holds a rank's experts, so none are gathered."""
+def test_experts_are_gathered_from_ranks_with_the_same_experts():
+    """With as many expert-parallel ranks as shards no two ranks hold the same experts, so none are gathered."""
     spread = {**MIXTRAL, "dp_shard": 8, "zero_stage": 3}
     x = inputs(row(**spread, ep=8), row(**{**spread, "expert_ffn": 0}, ep=8), row(**spread, ep=4), row(**spread, ep=1))
     unhidden = np.zeros(len(x))
@@ -411,7 +411,7 @@ def peak_bytes(x):
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
-def test_a_habit_moves_the_peak_its_way(habit):
+def test_a_habit_changes_the_peak_in_its_direction(habit):
     """Where logits are no concern they are made one: a large vocabulary, no chunks; likewise the optimiser step."""
     gradient_bytes = 2 if habit.name == "long gradients" else 4
     vocab = 1_000_000 if "logits" in habit.name else 32_000
@@ -423,7 +423,7 @@ def test_a_habit_moves_the_peak_its_way(habit):
     assert after != before
 
 
-def test_habits_leave_time_and_layout_alone():
+def test_habits_do_not_affect_time_and_layout():
     x = varied(50)
     for habit in HABITS:
         after = habit.change(x)

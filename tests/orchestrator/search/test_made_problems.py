@@ -34,7 +34,7 @@ def test_memory_binds_and_the_start_runs_but_is_not_the_best(problem):
         assert not check(candidate, problem.setup.workload, topology, Filters(whole_lease=True))
 
 
-def test_the_best_is_what_trying_everything_finds(problem):
+def test_the_best_matches_exhaustive_search(problem):
     truth = [float(t) if fits else None for t, fits in zip(problem.true_s, problem.fits, strict=True)]
     order = list(range(len(problem)))
     found = follow(iter(order), truth, len(problem))
@@ -52,7 +52,7 @@ def test_a_problem_is_a_function_of_its_name(problem):
     np.testing.assert_array_equal(again.true_bytes, problem.true_bytes)
 
 
-def test_no_outcome_rules_out_what_was_tried_and_knowledge_is_of_trials_alone(problem):
+def test_no_outcome_rules_out_tried_candidates_and_knowledge_covers_only_trials(problem):
     knowledge = MadeKnowledge(problem)
     trials = [row for row, _ in zip(SAMPLERS["plain_order"](problem, knowledge, 0), range(8), strict=False)]
     assert trials[0] == problem.baseline
