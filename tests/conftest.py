@@ -47,7 +47,7 @@ def _secrets_are_forgotten():
 WEIGHTS = {"slow": 5, "exhaustive": 1, "ray": 10, "fault": 5, "representative": 2}
 """About how long a test of a marker takes, relative to each other."""
 PATIENT_S = 500
-"""From here on a time limit tells of a test that takes minutes."""
+"""From here on a time limit catches a test that takes minutes."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

@@ -49,7 +49,7 @@ def test_files_keep_to_the_size_budget():
 
 
 def test_a_module_name_has_one_meaning():
-    """Paths and tracebacks show base names: each tells its module from all others."""
+    """Paths and tracebacks show base names: each identifies its module."""
     places = defaultdict(list)
     for name in MODULES:
         base = name.rpartition("/")[2]
@@ -58,7 +58,7 @@ def test_a_module_name_has_one_meaning():
     assert {base: found for base, found in places.items() if len(found) > 1} == {}
 
 
-def test_every_room_says_what_it_is_for():
+def test_every_package_states_its_purpose():
     packages = [name for name in SOURCES if name.endswith("__init__.py")]
     assert [name for name in packages if not ast.get_docstring(TREES[name])] == []
 
@@ -137,7 +137,7 @@ def test_the_command_line_starts_without_heavy_imports():
 
 
 @pytest.mark.slow
-def test_the_runner_knows_no_service():
+def test_the_runner_depends_on_no_service():
     assert loaded_by("import trials.worker").isdisjoint({"ray", "optuna", "mlflow", "cluster", "orchestrator"})
 
 

@@ -66,7 +66,7 @@ def test_bad_arguments_are_refused_and_parts_run_in_their_order(capsys):
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_what_does_not_fit_is_said_to_be_left_out(tmp_path):
+def test_what_does_not_fit_is_reported_as_left_out(tmp_path):
     late = run_part(known("cluster"), MACHINE, 5.0, limit_s=60.0, folder=tmp_path, quick=True)
     alone = run_part(known("layouts"), MACHINE | {"num_devices": 1}, 500.0, limit_s=60.0, folder=tmp_path, quick=True)
     rows = [{"trial": "O1 | eager", "step ms": 1234.5}, {"trial": "O2", "failed": "out of\nmemory"}]
@@ -76,25 +76,25 @@ def test_what_does_not_fit_is_said_to_be_left_out(tmp_path):
     assert "| trial | step ms | failed |\n|---|---|---|\n| O1 \\| eager | 1,234 |  |\n| O2 |  | out of memory |" in text
 
 
-@pytest.mark.representative("tells_a_row_and_sleeps-ended after 4 s, its time limit-1")
+@pytest.mark.representative("reports_a_row_and_sleeps-ended after 4 s, its time limit-1")
 @pytest.mark.parametrize(
     ("function", "why", "rows"),
     [
-        ("tells_a_row_and_sleeps", "ended after 4 s, its time limit", 1),
+        ("reports_a_row_and_sleeps", "ended after 4 s, its time limit", 1),
         ("lacks_something", "no such thing here", 0),
         ("leaves_out", "1 of 2 rows were left out for lack of time, which --continue brings", 2),
         ("breaks", "failed with exit status 1: ValueError: broken", 1),
     ],
 )
-def test_a_part_says_why_it_has_no_more_rows(function, why, rows, tmp_path):
+def test_a_part_reports_why_it_has_no_more_rows(function, why, rows, tmp_path):
     part = Part(name="part", function=f"tests.support.benchmark_parts:{function}", shows="", share_s=1, least_s=1.0)
     start_s = time.monotonic()
-    told = run_part(part, MACHINE, 60.0, limit_s=4.0, folder=tmp_path, quick=True)
+    part_result = run_part(part, MACHINE, 60.0, limit_s=4.0, folder=tmp_path, quick=True)
     assert time.monotonic() - start_s < 12
-    assert (told["why"], len(told["rows"]), told["is_whole"]) == (why, rows, False)
+    assert (part_result["why"], len(part_result["rows"]), part_result["is_whole"]) == (why, rows, False)
 
 
-def test_a_short_session_begins_with_what_it_must_not_miss(tmp_path):
+def test_a_short_session_begins_with_the_most_important_cases(tmp_path):
     """Starts and faults, then training: the levels that are used most, and fp32 last with one micro-batch size."""
     options = {"device": "cuda", "num_devices": 1, "quick": False, "folder": str(tmp_path), "part": "training"}
     levels = [case.name.split()[0] for case in gpu_cases.matrix(Setting(**options, until_s=time.time()))]
@@ -113,7 +113,7 @@ def test_a_loop_by_hand_is_compared_with_its_trial(tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
-def test_every_trial_is_possible_or_known_not_to_be(num_devices, tmp_path):
+def test_every_trial_is_possible_or_listed_as_impossible(num_devices, tmp_path):
     setting = Setting(
         device="cuda",
         num_devices=num_devices,
@@ -135,8 +135,14 @@ def test_every_trial_is_possible_or_known_not_to_be(num_devices, tmp_path):
 
 
 def part_of(name, *rows, is_whole=True):
-    told = {"name": name, "shows": "", "rows": list(rows), "why": "" if is_whole else "cut", "is_whole": is_whole}
-    return told | {"took_s": 1.0, "torch": "2.11", "commit": "abc"}
+    part_result = {
+        "name": name,
+        "shows": "",
+        "rows": list(rows),
+        "why": "" if is_whole else "cut",
+        "is_whole": is_whole,
+    }
+    return part_result | {"took_s": 1.0, "torch": "2.11", "commit": "abc"}
 
 
 def test_another_call_adds_to_what_was_measured(tmp_path):
@@ -227,6 +233,6 @@ def test_a_quick_run_compares_every_way_of_a_layout(tmp_path, capsys):
 
 
 def test_the_interval_of_a_median_is_the_binomials():
-    """Of 15 values the 4th and the 12th: 3 or fewer of 15 lie on one side with a probability of 0.0176."""
+    """Of 15 values the 4th and the 12th: 3 or fewer of 15 are on one side with a probability of 0.0176."""
     ratio = trial_speed._ratio([float(value) for value in range(1, 16)])
     assert (ratio.value, ratio.low, ratio.high) == (8.0, 4.0, 12.0)

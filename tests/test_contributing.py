@@ -49,8 +49,8 @@ STEPS = {
 """File to pairs of (a line, what the new knob `deterministic` puts before it), in the order of CONTRIBUTING.md."""
 
 GUARDS = (
-    "tests/orchestrator/frameworks/test_frameworks.py::test_every_field_is_spoken_for_by_name",
-    "tests/orchestrator/frameworks/test_frameworks.py::test_the_document_shows_what_each_format_has_a_setting_for",
+    "tests/orchestrator/frameworks/test_frameworks.py::test_every_field_is_handled_by_name",
+    "tests/orchestrator/frameworks/test_frameworks.py::test_the_document_shows_the_settings_of_each_format",
     "tests/orchestrator/config/test_sweep.py::test_the_shipped_schema_is_up_to_date",
     "tests/orchestrator/config/test_sweep.py::test_the_documented_keys_are_up_to_date",
     "tests/test_docs.py::test_every_knob_has_its_section",
@@ -101,7 +101,7 @@ def test_the_files_of_every_addition_exist(title):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_walk_touches_what_the_steps_name():
+def test_the_walkthrough_changes_the_files_that_the_steps_name():
     """The other files named are rules, costs and tests, which a knob without such needs does not change."""
     named = files_of(section("A knob"))
     assert [name for name in named if name in STEPS] == list(STEPS)

@@ -63,7 +63,7 @@ def test_the_tutorial_shows_commands():
     assert len(shown_commands(ROOT / "docs" / "tutorial.md")) >= 12
 
 
-def test_the_way_through_the_code_names_existing_modules():
+def test_the_reading_order_names_existing_modules():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     reading = text[text.index("## Reading the code") : text.index("## A GPU at hand")]
     folder = ""
@@ -72,7 +72,7 @@ def test_the_way_through_the_code_names_existing_modules():
         assert (ROOT / folder / name.rpartition("/")[2]).exists(), name
 
 
-def test_the_first_screen_of_the_readme_says_what_a_newcomer_needs():
+def test_the_first_screen_of_the_readme_has_what_a_newcomer_needs():
     first = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()[:420])
     for words in (
         "pip install torch",
@@ -128,8 +128,8 @@ def test_shown_yaml_is_accepted(block, tmp_path):
         load_sweep(file)
 
 
-def told_ids():
-    """Every word by which the program says that something did not go as wished."""
+def reported_ids():
+    """Every id by which the program reports a failure."""
     yield from (rule.id for rule in RULES)
     yield from FinishCause
     yield from (kind.kind for kind in get_args(outcome.Failure))
@@ -138,11 +138,11 @@ def told_ids():
     yield from (str(value) for name, value in vars(errors).items() if name.startswith("EXIT_"))
 
 
-def test_troubleshooting_tells_the_remedy_of_everything():
+def test_troubleshooting_has_a_remedy_for_every_id():
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
     remedies = {name: row[2] for row in rows if len(row) == 3 for name in re.findall(r"[\w.-]+", row[0])}
-    assert [name for name in told_ids() if not remedies.get(name)] == []
+    assert [name for name in reported_ids() if not remedies.get(name)] == []
 
 
 COVERAGE = ROOT / "docs" / "coverage.md"
@@ -208,7 +208,7 @@ def test_the_script_for_slurm_is_sound():
 
 
 def test_the_cluster_for_kuberay_is_complete():
-    """Every mount has its volume in all pods, and those with GPUs ask Ray and Kubernetes for as many."""
+    """Every mount has its volume in all pods, and those with GPUs request as many from Ray and Kubernetes."""
     spec = yaml.safe_load((ROOT / "docs" / "operation" / "raycluster.yaml").read_text(encoding="utf-8"))["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     for pod, (container,) in ((group["template"]["spec"], group["template"]["spec"]["containers"]) for group in groups):

@@ -80,7 +80,7 @@ def spellings(secret):
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_values_of_secret_variables_go_however_they_are_spelled(planted, name):
+def test_secret_values_are_redacted_in_every_spelling(planted, name):
     for text in spellings(SECRETS[name]):
         shown = redact(f"before {text} after")
         assert MASK in shown and PLANTED not in shown and text.strip("\"'") not in shown
@@ -100,7 +100,7 @@ def test_values_of_secret_variables_go_however_they_are_spelled(planted, name):
         ("to https://hooks.slack.com/services/T0/B0/xyz!", "to ***!"),
     ],
 )
-def test_credentials_are_known_by_their_form(text, shown):
+def test_credentials_are_recognised_by_their_form(text, shown):
     assert redact(text) == shown
 
 
@@ -114,7 +114,7 @@ def test_credentials_are_known_by_their_form(text, shown):
         "true disabled 123456",
     ],
 )
-def test_other_text_stays_as_it_is(monkeypatch, text):
+def test_other_text_is_unchanged(monkeypatch, text):
     for i, value in enumerate(("true", "disabled", "123456", "")):
         monkeypatch.setenv(f"OTHER_{i}_TOKEN", value)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "tokens")
@@ -137,7 +137,7 @@ def test_user_and_password_make_a_header(monkeypatch):
 
 
 @given(st.text(min_size=12, alphabet=st.characters(exclude_categories=("Cs", "Cc"))), st.text(), st.text())
-def test_no_surroundings_hide_a_secret(secret, before, after):
+def test_secrets_are_found_in_any_context(secret, before, after):
     secret = secret.strip()
     if len(secret) < 12 or secret.isdigit() or secret in before + after:
         return
@@ -170,7 +170,7 @@ def test_a_log_file_is_redacted_in_place_and_links_are_left_alone(planted, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "rank0.log", "rank1.log"]
 
 
-def test_ranks_get_neither_the_stores_nor_rays_credentials():
+def test_ranks_get_no_credentials_of_the_store_or_ray():
     kept = for_ranks({**SECRETS, "PATH": "/bin", "RAY_AUTH_MODE": "token", "AWS_SECRET_ACCESS_KEY": "x"})
     assert sorted(kept) == ["AWS_SECRET_ACCESS_KEY", "PATH", user_runners.KEY]
 
@@ -352,7 +352,7 @@ def test_options_that_only_look_like_secrets(words):
     assert literal_secret(["python", "train.py", *words, "--lr", "1e-4"]) is None
 
 
-def test_what_env_pass_names_is_secret_but_not_paths_and_what_programs_see_anyway(monkeypatch, tmp_path):
+def test_env_pass_values_are_secret_except_paths_and_public_ones(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLES, "")
     monkeypatch.setenv("LICENCE", "some-licence")
     monkeypatch.setenv("CUDA_HOME", "/opt/some-cuda")
@@ -470,7 +470,7 @@ def test_a_file_is_written_whole_or_not_at_all_and_links_are_not_followed(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "victim"]
 
 
-def test_folders_are_made_for_their_owner_alone_and_found_ones_left(tmp_path):
+def test_folders_are_created_private_and_existing_ones_unchanged(tmp_path):
     (tmp_path / "shared").mkdir(mode=0o755)
     make_private_folder(tmp_path / "shared" / "home" / "sweeps")
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("shared", "shared/home", "shared/home/sweeps")]
@@ -508,7 +508,7 @@ except Exception as error:
 
 
 def knock(address, settings):
-    """What a process with these settings in the place of ours hears from the Ray at ``address``."""
+    """The answer of the Ray at ``address`` to a process with these settings."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", DOOR, address]
     done = subprocess.run(command, env=env | settings, capture_output=True, text=True, timeout=120, check=False)
@@ -532,12 +532,12 @@ def listeners(pids):
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_our_private_ray_lets_nobody_in_without_its_token(tmp_path, monkeypatch):
+def test_the_private_ray_requires_its_token(tmp_path, monkeypatch):
     import ray
 
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "someone"))  # with no token of its own
+    monkeypatch.setenv("HOME", str(tmp_path / "someone"))  # without a token
     with connect(ClusterRequest(device="cpu", devices_per_node=2), workdir=tmp_path / "work"):
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         secret = token.read_text()

@@ -1,4 +1,4 @@
-"""What docs/security.md says that the code never does, checked in every source file."""
+"""What the code never does according to docs/security.md, checked in every source file."""
 
 import ast
 import functools
@@ -103,6 +103,6 @@ def test_files_are_written_with_write_atomically():
         *("np.load(path, allow_pickle=True)", "import a, dill.x", "subprocess.run(words, shell=flag)"),
     ],
 )
-def test_the_scan_sees_what_it_looks_for(line):
+def test_the_scan_finds_planted_violations(line):
     assert sins(f"x = 1\n{line}\n") != []
     assert plain_writes("path.write_text('x')\nopen(p, 'w')\npath.open(mode='wb')\npath.open('rb')\n") == [1, 2, 3]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.against.rows import Row, table
+from benchmarks.search.seeds import add_seed, chosen
 from cluster.hardware.topology import cpu_model
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -65,7 +65,8 @@ def programs(seed: int) -> Iterator[Row]:
 
 def search(seed: int) -> Iterator[Row]:
     """Trials until within 2% of the best, on synthetic programs drawn with a seed of their own."""
-    from benchmarks.against.peers import optimisers, trials_to_best
+    from benchmarks.against.peers import optimisers
+    from benchmarks.against.peers import search as theirs
     from benchmarks.search.generic.programs import MADE
     from benchmarks.search.generic.sweeps import search as ours
 
@@ -74,7 +75,7 @@ def search(seed: int) -> Iterator[Row]:
     for name, make in optimisers().items():
         peer = []
         for program in made:
-            peer.append(float(trials_to_best(program, make, seed, MAX_TRIALS)))
+            peer.append(float(theirs(program, make, seed, MAX_TRIALS).to_best))
             print(f"{program.name}: {name} {peer[-1]:.0f}", file=sys.stderr, flush=True)
         yield Row(what="search, trials to 2% of the best", peer_name=name, unit="trials", ours=found, peer=tuple(peer))
 
@@ -119,12 +120,12 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
-    parser.add_argument("--seed", type=int, help="seed of the synthetic programs; drawn and printed by default")
+    add_seed(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--write", action="store_true", help=f"replace the table in {PAGE.name}")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    seed = chosen(args.seed)
     if args.part:
         _run_part(args.part, seed)
         return

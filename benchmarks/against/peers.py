@@ -7,8 +7,8 @@ difference to be measured.
 
 from __future__ import annotations
 
-import math
 import random
+import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,11 +16,15 @@ from typing import Any, Protocol
 import optuna
 
 from benchmarks.search.generic.programs import Program
-from benchmarks.search.generic.sweeps import NOISE_STD, TOLERANCE
+from benchmarks.search.generic.sweeps import Searched, is_settled, searched, step_times
 from benchmarks.search.samplers import Space
 from orchestrator.space.notation import flat_params
+from trials.spec import Candidate
 
 Point = Mapping[str, int]
+
+NEVER_RAN_S = 1e3
+"""What a trial that runs out of memory counts as before any other ran."""
 
 
 class Optimiser(Protocol):
@@ -91,8 +95,8 @@ def optimisers() -> dict[str, Callable[[Space, int], Optimiser]]:
     return found | {"Ax": lambda space, _: AxPeer(space)}
 
 
-def trials_to_best(program: Program, make: Callable[[Space, int], Optimiser], seed: int, num_trials: int) -> int:
-    """Trials until within 2% of the best, the baseline first; one more than allowed where that is never reached."""
+def search(program: Program, make: Callable[[Space, int], Optimiser], seed: int, num_trials: int) -> Searched:
+    """A search of so many trials, the baseline first."""
     warnings.simplefilter("ignore")
     candidates = program.candidates
     knobs = [{name: str(value) for name, value in flat_params(one).items()} for one in candidates]
@@ -100,9 +104,7 @@ def trials_to_best(program: Program, make: Callable[[Space, int], Optimiser], se
     space = Space([{name: row[name] for name in varied} for row in knobs])
     peer = make(space, seed)
     rng = random.Random(f"{program.name}/{seed}")
-    cost = [program.times_s.get(one, math.inf) * one.layout.world_size for one in candidates]
-    best = min(cost)
-    left = set(range(len(candidates)))
+    left, tried = set(range(len(candidates))), []
     slowest = 0.0
     for number in range(1, min(num_trials, len(candidates)) + 1):
         if number == 1 and program.baseline in candidates:
@@ -111,10 +113,16 @@ def trials_to_best(program: Program, make: Callable[[Space, int], Optimiser], se
             point = peer.ask()
             row = min(left, key=lambda row: (space.distance(row, point), rng.random()))
         left.discard(row)
-        if cost[row] <= best * (1 + TOLERANCE):
-            return number
-        if not math.isinf(cost[row]):
-            slowest = max(slowest, cost[row])
-        measured = (slowest or 10 * best) if math.isinf(cost[row]) else cost[row]
-        peer.tell(space.points[row], measured * math.exp(rng.gauss(0.0, NOISE_STD)))
-    return num_trials + 1
+        tried.append(candidates[row])
+        if is_settled(program, tried):
+            break
+        cost = _measured(program, candidates[row], rng)
+        slowest = max(slowest, cost or 0.0)
+        peer.tell(space.points[row], cost or slowest or NEVER_RAN_S)
+    return searched(program, tried, num_trials)
+
+
+def _measured(program: Program, candidate: Candidate, rng: random.Random) -> float | None:
+    """Return the device-seconds of a step as a trial measures them; None: out of memory."""
+    true_s = program.times_s.get(candidate)
+    return None if true_s is None else statistics.median(step_times(true_s, rng)) * candidate.layout.world_size

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cluster.cost.cost_model import Reported, reported_terms
 from cluster.cost.inputs import Array, CostInputs, Prior
-from cluster.cost.peak_memory import FOREIGN, Structure, distinct_structures, log_slopes, stage_bytes
+from cluster.cost.peak_memory import Structure, distinct_structures, log_slopes, stage_bytes
 from cluster.cost.work import work_of
 from orchestrator.search.memory_belief import MemoryBelief, Structured
 from orchestrator.search.predictor import mixture, physical_places
@@ -56,10 +56,7 @@ class BelievedMemory:
 
 
 def believed_memory(
-    prior: Prior,
-    x: CostInputs,
-    reported: Sequence[Reported],
-    structures: tuple[Structure, ...] = FOREIGN,
+    prior: Prior, x: CostInputs, reported: Sequence[Reported], structures: tuple[Structure, ...]
 ) -> BelievedMemory:
     """The belief on runs ``x`` before any was seen. ``reported``: what each one's peak is measured of."""
     both = x.take(np.tile(np.arange(len(x)), 2))

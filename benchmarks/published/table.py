@@ -54,6 +54,9 @@ BATCH = ("micro_batch", "n_micro_batches", "global_batch")
 
 _OFFLOADED = re.compile(r"offload(?:ing)?(?!\w)(?!\W?(?:n|no|false|0|off|none)\b)", re.IGNORECASE)
 
+LOGS_RESERVED = "torchtitan"
+"""Framework whose log line gives what the allocator holds (``max_reserved_gib`` in its ``components/metrics.py``)."""
+
 
 class TableError(ValueError):
     """The CSV is not such a table; the message names file, line and column."""
@@ -230,6 +233,8 @@ def _outcome(fields: Mapping[str, str]) -> bool | None:
 def _peak(fields: Mapping[str, str], n: Numbers) -> tuple[float | None, Reported]:
     """Peak bytes and what they count; those of the fullest rank where every stage's figure is listed."""
     reported = reported_as(fields["mem_kind"])
+    if reported.scope == "allocated" and LOGS_RESERVED in fields["framework"] and "alloc" not in fields["mem_kind"]:
+        reported = replace(reported, scope="reserved")
     if stages := re.findall(r"\d+(?:\.\d+)?", fields["mem_per_stage_GB"]):
         return max(map(float, stages)) * 1e9, replace(reported, rank="fullest")
     return (None if n["peak_mem_GB"] is None else n["peak_mem_GB"] * 1e9), reported

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -76,7 +77,6 @@ class Sample:
 
     at_s: float
     trials: int
-    faults: int
     rss_mib: float
     descriptors: int
     processes: int
@@ -93,11 +93,10 @@ class Watcher:
         self.home = folder / "home"
         self.name = name
         self.samples: list[Sample] = []
-        self.faults = 0
         self._out = out
         self._page = folder / "page.html"
         self._began_s = time.monotonic()
-        self._next_reading = 1000.0
+        self._next_reading = 0.0
         """Number of trials from which the costs of reading are due."""
 
     def num_trials(self) -> int:
@@ -118,7 +117,6 @@ class Watcher:
         sample = Sample(
             at_s=time.monotonic() - self._began_s,
             trials=num_trials,
-            faults=self.faults,
             rss_mib=memory / 2**20,
             descriptors=descriptors,
             processes=1 + len(descendants(pid)),
@@ -168,44 +166,43 @@ def simulated(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
 
 
 def endured(watcher: Watcher, folder: Path, args: argparse.Namespace) -> None:
-    """A real sweep for so many minutes, with a sample and a fault a minute after it went on from the last one."""
+    """A real sweep for so many minutes, with a fault every minute and a sample before each."""
     (folder / "growth.yaml").write_text(json.dumps(REAL), encoding="utf-8")
-    end_s = time.monotonic() + 60 * args.minutes
+    due_s = time.monotonic() + FAULT_EVERY_S
+    ends_s = due_s + 60 * args.minutes
     process = submitted(folder)
     try:
-        while time.monotonic() < end_s:
-            time.sleep(FAULT_EVERY_S)
+        for number in itertools.count(1):
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= ends_s:
+                break
+            due_s = time.monotonic() + FAULT_EVERY_S
             if process.poll() is not None:
                 shown = (folder / "shown").read_text(encoding="utf-8")[-2000:]
                 raise RuntimeError(f"the sweep ended by itself with {process.returncode}: {shown}")
             watcher.look(process.pid)
-            if (watcher.faults + 1) % FAULTS_PER_CONTROLLER == 0:
+            if number % FAULTS_PER_CONTROLLER == 0:
                 process.kill()
                 process.wait()
+                num_before = watcher.num_trials()
                 process = submitted(folder)
-            elif not kill_a_rank(process.pid):
-                continue
-            watcher.faults += 1
-            await_progress(watcher, process)
+                while process.poll() is None and watcher.num_trials() <= num_before + 2:
+                    time.sleep(1.0)
+            else:
+                kill_a_rank(process)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
 
 
-def await_progress(watcher: Watcher, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the sweep has begun more trials than were running at the fault."""
-    num_before = watcher.num_trials()
-    while process.poll() is None and watcher.num_trials() <= num_before + REAL["search"]["max_concurrent"]:
-        time.sleep(1.0)
-
-
-def kill_a_rank(controller_pid: int) -> bool:
-    """Kill the youngest process of the sweep; False if there is none at the moment."""
-    for pid in reversed(descendants(controller_pid)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            return True
-    return False
+def kill_a_rank(controller: subprocess.Popen[bytes]) -> None:
+    """Kill the youngest process of the sweep, as soon as there is one."""
+    while controller.poll() is None:
+        if below := descendants(controller.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(below[-1], signal.SIGKILL)
+            return
+        time.sleep(0.1)
 
 
 def submitted(folder: Path) -> subprocess.Popen[bytes]:

@@ -199,7 +199,8 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Return bytes per element or parameter. O0 keeps everything in fp32, O1 adds a 16-bit copy of the weights, O2
-    keeps 16-bit weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy."""
+    keeps 16-bit weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy. O1
+    shards and gathers fp32 weights (``trials.precision.mixed_precision_policy``)."""
     level, layout = candidate.precision.level, candidate.layout
     low = candidate.precision.base == "O2"
     # FSDP2 reduces in fp32; plain 16-bit parameters are reduced in their own format.
@@ -211,7 +212,7 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
         "optimizer_bytes": 12.0 if low else 8.0,
         "cast_bytes": 2.0 if level == "O1" and layout.zero_stage < 3 else 0.0,
         "casts_operands": float(candidate.precision.is_fp8),
-        "gathered_bytes": float(candidate.precision.fp8_gather),
+        "gathered_bytes": 1.0 if candidate.precision.fp8_gather else 0.0 if low or level == "O0" else 4.0,
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,

@@ -106,7 +106,7 @@ class CostInputs:
     """1: ZeRO-3 frees weights after forward but not after backward passes: the next forward pass finds them gathered,
     and each micro-batch gathers them once."""
     gathered_bytes: Array
-    """Bytes per weight of a layer that ZeRO-3 gathers; 0: those of an activation element."""
+    """Bytes per weight of a layer that ZeRO gathers; 0: those of an activation element."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -202,7 +202,7 @@ class CostInputs:
 
     @property
     def gather_bytes(self) -> Array:
-        """Bytes per weight of a layer that ZeRO-3 gathers."""
+        """Bytes per weight of a layer that ZeRO gathers."""
         return np.where(self.gathered_bytes > 0, self.gathered_bytes, self.compute_bytes)
 
     @property

@@ -206,13 +206,14 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     """Return the bytes of weights gathered by ZeRO-3, shape (n, stages): the current block, the prefetched one, and the
     current block's unsharded gradients; or all of the rank's weights that stay between micro-batches."""
-    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp) * 3
+    weight, gradient = x.gather_bytes, np.maximum(x.gather_bytes, x.compute_bytes)
+    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp)
     # With two-part backward passes, waiting full gradients are counted; dry runs never show both at once.
     splits = (x.pp > 1) & (x.schedule == SCHEDULES.index("zbv"))
-    stays = np.maximum(x.gathers_once, np.where(splits, 0.0, x.stays_gathered))[:, None]
-    blocks = np.maximum(stays * _held_params(x, work, 4), block[:, None])
-    sharded = (x.zero_stage == 3) & (x.num_shards > 1)
-    return np.where(sharded[:, None], blocks * x.compute_bytes[:, None], 0.0)
+    stays = np.maximum(x.gathers_once, np.where(splits, 0.0, x.stays_gathered))
+    whole = _held_params(x, work, 4) * (stays * weight)[:, None]
+    gathered = np.maximum(whole, (block * (2 * weight + gradient))[:, None])
+    return np.where(((x.zero_stage == 3) & (x.num_shards > 1))[:, None], gathered, 0.0)
 
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
@@ -408,18 +409,15 @@ KNOWN = (Structure("as described"),)
 """The only structure of the built-in runner, whose columns describe all of its memory."""
 
 
-def structures_of(known: tuple[Habit, ...] = HABITS, most: int = MAX_HABITS) -> Iterator[Structure]:
-    """Yield every set of up to ``most`` compatible habits, with the probability of exactly these habits."""
-    for number in range(most + 1):
-        for chosen in itertools.combinations(known, number):
+def _structures_of(habits: tuple[Habit, ...]) -> Iterator[Structure]:
+    """Yield every set of up to ``MAX_HABITS`` compatible habits, with the probability of exactly these habits."""
+    for number in range(MAX_HABITS + 1):
+        for chosen in itertools.combinations(habits, number):
             if {other for habit in chosen for other in habit.rules_out} & {habit.name for habit in chosen}:
                 continue
             odds = math.prod(habit.probability / (1 - habit.probability) for habit in chosen)
             yield Structure(", ".join(habit.name for habit in chosen) or "as described", odds, chosen)
 
-
-FOREIGN = tuple(structures_of())
-"""Structures of software with unknown memory behaviour: users' training programs."""
 
 _KERNELS_OF_THEIR_OWN = {
     "copied logits": 0.03,
@@ -451,7 +449,7 @@ def structures_of_software(name: str) -> tuple[Structure, ...]:
     """Return the structures of the software with this name: a recipe's, or one that a source states."""
     lower = name.lower()
     habits = next((found for words, found in SOFTWARE.items() if any(word in lower for word in words)), {})
-    return tuple(structures_of(tuple(replace(h, probability=habits.get(h.name, h.probability)) for h in HABITS)))
+    return tuple(_structures_of(tuple(replace(h, probability=habits.get(h.name, h.probability)) for h in HABITS)))
 
 
 def distinct_structures(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:

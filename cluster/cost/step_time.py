@@ -337,7 +337,8 @@ def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, b
 def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array) -> Array:
     """Return the seconds to gather and scatter a separately sharded embedding or head behind a layer's computation."""
     once = ring_seconds(x, k, x.vocab * x.hidden / x.tp, x.dp * x.cp, x.tp) / 2
-    transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
+    gathered = 2 * np.maximum(x.gather_bytes, x.compute_bytes)
+    transfer = once * (gathered + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
     sharded = (x.shard_embedding > 0) & (x.zero_stage < 3)
     return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
 
@@ -360,7 +361,7 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Arra
     across = across + ring_seconds(x, k, experts / expert_shards, expert_replicas, expert_shards * x.tp * x.ep)
     reduction = (half + across) * x.gradient_bytes
     turns = np.where(scattered, turn_seconds(x, k, x.num_shards, x.tp), 0.0)
-    reduction, gathering = reduction + turns, half * x.compute_bytes + turns
+    reduction, gathering = reduction + turns, half * x.gather_bytes + turns
     window = k["gradient_overlap"] * backward
     gathering = np.where(x.hides_gathering > 0, exposed(gathering, window / 2, k), gathering)
     communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1

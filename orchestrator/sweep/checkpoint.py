@@ -171,6 +171,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
 _TURN_S = 5.0
 """Time limit of a delivery that is not urgent, in seconds, so that the sweep is not delayed."""
+_MAX_OPEN = 200
+"""Most entries between two commits."""
 
 
 class Outbox:
@@ -187,36 +189,56 @@ class Outbox:
         self._num_failures = 0
         self._retry_at_s = 0.0
 
-    def deliver(self, ledger: Ledger, write: Callable[[LedgerEntry, SweepState], None], *, urgent: bool) -> int:
+    def deliver(
+        self,
+        ledger: Ledger,
+        write: Callable[[LedgerEntry, SweepState], None],
+        *,
+        urgent: bool,
+        commit: Callable[[], None] | None = None,
+    ) -> int:
         """Call ``write`` with each entry and the fold up to and including it; return how many succeeded.
 
         Its first error ends the delivery; the next calls do nothing until a growing pause is over, unless ``urgent``.
         A slow system gets a few entries at a time, unless ``urgent``.
+
+        Args:
+            commit: completes what was written since the last commit. Without it, each entry is complete once written.
+                After an error, entries are committed one by one, so that a bad one does not hold up those before it.
         """
         if time.monotonic() < self._retry_at_s and not urgent:
             return 0
-        num_delivered = 0
+        num_delivered = num_open = 0
         turn_ends_s = time.monotonic() + _TURN_S
-        for entry in ledger.following(ledger.cursor(self._name)):
-            state = self._fold_to(ledger, entry)
+        entries = ledger.following(ledger.cursor(self._name))
+        max_open = 1 if commit is None or self._num_failures else _MAX_OPEN
+        known = self._folded
+        for entry in entries:
+            known = (entry.seq, self._fold_to(ledger, entry, known))
+            num_open += 1
+            is_late = time.monotonic() > turn_ends_s and not urgent
+            is_last = is_late or num_open >= max_open or entry is entries[-1]
             try:
-                write(entry, state)
+                write(entry, known[1])
+                if is_last and commit is not None:
+                    commit()
             except Exception as error:
                 self._fail(error)
                 return num_delivered
-            ledger.advance(self._name, entry.seq)
-            self._folded = (entry.seq, state)
-            self._num_failures, self._retry_at_s = 0, 0.0
-            num_delivered += 1
-            if time.monotonic() > turn_ends_s and not urgent:
+            if is_last:
+                ledger.advance(self._name, entry.seq)
+                self._folded = known
+                self._num_failures, self._retry_at_s = 0, 0.0
+                num_delivered, num_open = num_delivered + num_open, 0
+            if is_late:
                 break
         return num_delivered
 
-    def _fold_to(self, ledger: Ledger, entry: LedgerEntry) -> SweepState:
-        """Fold up to the entry: from the last state if it directly precedes it, else from the checkpoint or the
+    def _fold_to(self, ledger: Ledger, entry: LedgerEntry, known: tuple[int, SweepState] | None) -> SweepState:
+        """Fold up to the entry: from the known state if it directly precedes it, else from the checkpoint or the
         start."""
-        if self._folded and self._folded[0] == entry.seq - 1:
-            return apply(self._folded[1], entry.event)
+        if known and known[0] == entry.seq - 1:
+            return apply(known[1], entry.event)
         seq, state = read(ledger)
         if seq > entry.seq:
             seq, state = 0, SweepState()

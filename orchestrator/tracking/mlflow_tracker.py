@@ -7,7 +7,7 @@ import logging
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -45,9 +45,10 @@ from orchestrator.sweep.ledger import Ledger, LedgerEntry, Recorded
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.text import first_line
 from orchestrator.tracking import run_records
+from orchestrator.tracking.run_writer import Point, RunWriter, SqliteWriter
 from trials.files import make_private_folder, write_atomically
 from trials.outcome import Consequence, GangLost
-from trials.secrets import redact
+from trials.secrets import redact, redactor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -414,6 +415,8 @@ class Tracker:
         self._client: MlflowClient | None = None
         self._experiment_ids: dict[str, str] = {}
         self._runs: dict[str, dict[str, str]] = {}
+        self._runs_writer: RunWriter | None = None
+        self._clean: Callable[[str], str] = redact
         self._outbox = Outbox(CURSOR, on_outage=self._warn)
 
     def prepare(self) -> None:
@@ -453,9 +456,12 @@ class Tracker:
         An error of MLflow is logged once per outage and leaves the cursor unchanged; further calls do nothing
         until a growing pause is over. There is no pause when ``state`` is over.
         """
-        if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.read(ledger)):
+        if not self._experiment_ids and ledger.cursor(CURSOR) > 0 and (recorded := Recorded.read(ledger)):
             self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
-        return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
+        self._clean = redactor()  # looks up the secrets once
+        return self._outbox.deliver(
+            ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over, commit=self._commit_or_forget
+        )
 
     def find_run(self, state: SweepState, trial: int | None) -> str | None:
         """The run of a trial, or of the sweep for None; None if MLflow has none."""
@@ -491,8 +497,7 @@ class Tracker:
         return len(runs)
 
     def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
-        run = self._mlflow().create_run(self._experiment_id(state), _ms(at_s), _tags(tags), run_name=name)
-        return str(run.info.run_id)
+        return self._writer().create_run(self._experiment_id(state), name, self._tags(tags), _ms(at_s))
 
     def log(
         self,
@@ -506,27 +511,20 @@ class Tracker:
         curves: Mapping[str, Mapping[int, float]] | None = None,
         timed: Mapping[str, Mapping[float, float]] | None = None,
     ) -> None:
-        """One synchronous batch, and more for long curves. Metrics have the event's time: MLflow stores equal ones
-        once."""
-        from mlflow.entities import Metric, Param, RunTag
-
-        points: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
-        points += [Metric(k, v, _ms(at_s), i) for k, curve in (curves or {}).items() for i, v in curve.items()]
+        """Metrics have the event's time: MLflow stores equal ones once."""
+        points = [Point(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
+        points += [Point(k, v, _ms(at_s), i) for k, curve in (curves or {}).items() for i, v in curve.items()]
         for name, curve in (timed or {}).items():
-            points += [Metric(name, value, _ms(moment), i) for i, (moment, value) in enumerate(curve.items())]
-        batch_params: list[Param] = [Param(k, redact(v)) for k, v in (params or {}).items()]
-        batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
-        room = _MAX_BATCH - len(batch_params) - len(batch_tags)
-        self._mlflow().log_batch(run_id, points[:room], batch_params, batch_tags, synchronous=True)
-        for start in range(room, len(points), _MAX_BATCH):
-            self._mlflow().log_batch(run_id, points[start : start + _MAX_BATCH], synchronous=True)
+            points += [Point(name, value, _ms(moment), i) for i, (moment, value) in enumerate(curve.items())]
+        clean_params = {key: self._clean(value) for key, value in (params or {}).items()}
+        self._writer().log(run_id, points, clean_params, self._tags(tags or {}))
 
     def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
-        history = self._mlflow().get_metric_history(run_id, metric)
+        history = self._stored().get_metric_history(run_id, metric)
         return bool(history) and max(point.timestamp for point in history) < _ms(before_s)
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None:
-        self._mlflow().log_text(run_id, redact(text), artifact)
+        self._writer().put_text(run_id, self._clean(text), artifact)
 
     def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None:
         folder, _, name = artifact.rpartition("/")
@@ -536,10 +534,10 @@ class Tracker:
             self.put_file(run_id, path, folder)
 
     def put_file(self, run_id: str, path: Path, folder: str) -> None:
-        self._mlflow().log_artifact(run_id, str(path), folder or None)
+        self._stored().log_artifact(run_id, str(path), folder or None)
 
     def untag(self, run_id: str, tag: str) -> None:
-        if tag in self._mlflow().get_run(run_id).data.tags:
+        if tag in self._stored().get_run(run_id).data.tags:
             self._mlflow().delete_tag(run_id, tag)
 
     def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
@@ -548,18 +546,40 @@ class Tracker:
 
     def with_role(self, state: SweepState, role: str) -> list[str]:
         which = f"tags.`tc.sweep_id` = '{events.sweep_id(state.sweep)}' AND tags.`tc.role` = '{role}'"
-        return [run.info.run_id for run in self._mlflow().search_runs([self._experiment_id(state)], which)]
+        return [run.info.run_id for run in self._stored().search_runs([self._experiment_id(state)], which)]
 
     def page(self, state: SweepState, run_id: str, tab: str) -> str:
         return run_path(self._experiment_id(state), run_id, tab)
 
     def go_on(self, run_id: str) -> None:
-        self._mlflow().update_run(run_id, status="RUNNING")
+        self._writer().set_status(run_id, "RUNNING", None)
 
     def end(self, run_id: str, status: str, at_s: float) -> None:
-        self._mlflow().set_terminated(run_id, status, _ms(at_s))
+        self._writer().set_status(run_id, status, _ms(at_s))
 
     # ---- the store ----
+
+    def _writer(self) -> RunWriter:
+        """The writer of runs; the first call connects."""
+        if self._runs_writer is None:
+            client = ClientWriter(self._mlflow())
+            self._runs_writer = client
+            if (path := sqlite_path(self.uri)) and (direct := SqliteWriter(path, client)).can_write():
+                self._runs_writer = direct
+        return self._runs_writer
+
+    def _stored(self) -> MlflowClient:
+        """The client, for reading what was written, or for adding to it."""
+        self._commit()
+        return self._mlflow()
+
+    def _commit(self) -> None:
+        if self._runs_writer is not None:
+            self._runs_writer.commit()
+
+    def _tags(self, tags: Mapping[str, str]) -> dict[str, str]:
+        """Tags for MLflow: without secrets, not too long."""
+        return {key: self._clean(value)[: run_records.MAX_TAG_CHARS] for key, value in tags.items()}
 
     def _mlflow(self) -> MlflowClient:
         """The client; the first call imports MLflow and creates the store's tables."""
@@ -608,13 +628,26 @@ class Tracker:
     # ---- the outbox ----
 
     def _write(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
-        try:
+        with self._forgetting():
             project(self, ledger, entry, state)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
+                self._commit()
                 recorded.put(ledger)
+
+    def _commit_or_forget(self) -> None:
+        with self._forgetting():
+            self._commit()
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """After an error, forget what is known of the store: the last write may or may not have succeeded."""
+        try:
+            yield
         except BaseException:
-            self._runs.clear()  # the last write may or may not have succeeded: search again
+            self._runs.clear()
             self._experiment_ids.clear()
+            if self._runs_writer is not None:
+                self._runs_writer.discard()
             raise
 
     def _warn(self, error: Exception) -> None:
@@ -626,9 +659,41 @@ class Tracker:
         )
 
 
-def _tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Tags for MLflow: without secrets, not too long."""
-    return {key: redact(value)[: run_records.MAX_TAG_CHARS] for key, value in tags.items()}
+class ClientWriter:
+    """Writes through MLflow's client, each call at once."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+
+    def create_run(self, experiment_id: str, name: str, tags: Mapping[str, str], at_ms: int) -> str:
+        return str(self._client.create_run(experiment_id, at_ms, dict(tags), run_name=name).info.run_id)
+
+    def log(self, run_id: str, points: Sequence[Point], params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """One synchronous batch, and more for long curves."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        metrics: list[Metric] = [Metric(*point) for point in points]
+        batch_params: list[Param] = [Param(*item) for item in params.items()]
+        batch_tags: list[RunTag] = [RunTag(*item) for item in tags.items()]
+        room = _MAX_BATCH - len(batch_params) - len(batch_tags)
+        self._client.log_batch(run_id, metrics[:room], batch_params, batch_tags, synchronous=True)
+        for start in range(room, len(metrics), _MAX_BATCH):
+            self._client.log_batch(run_id, metrics[start : start + _MAX_BATCH], synchronous=True)
+
+    def set_status(self, run_id: str, status: str, at_ms: int | None) -> None:
+        if at_ms is None:
+            self._client.update_run(run_id, status=status)
+        else:
+            self._client.set_terminated(run_id, status, at_ms)
+
+    def put_text(self, run_id: str, text: str, artifact: str) -> None:
+        self._client.log_text(run_id, text, artifact)
+
+    def commit(self) -> None:
+        """Everything is written."""
+
+    def discard(self) -> None:
+        """Nothing is collected."""
 
 
 def _ms(at_s: float) -> int:

@@ -25,7 +25,7 @@ ENDLESS_S = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A cluster with four devices per node, and the gangs that every backend can be asked for."""
+    """A cluster with four devices per node, and the gangs that every backend supports."""
 
     cluster: Cluster
     gang: Callable[[str], tuple[str, dict]]

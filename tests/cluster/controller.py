@@ -1,4 +1,4 @@
-"""A controller in a process of its own: ``controller.py local|ray <folder>``; runs a gang that hangs.
+"""A controller in a separate process: ``controller.py local|ray <folder>``; runs a gang that hangs.
 
 Prints "ready" when the gang has signed in, then closes the cluster at the first line of standard input.
 """

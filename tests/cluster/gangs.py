@@ -75,7 +75,7 @@ def wait_until(condition, what):
 def living(folder):
     """Pids of the processes that signed in and still exist; zombies count until they are reaped."""
     pids = [int(path.name) for path in Path(folder).iterdir()]
-    assert pids, "nobody signed in"
+    assert pids, "no process signed in"
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

@@ -88,12 +88,12 @@ def environment(spec, progress):
 
 
 def joins_by_address(spec, progress):
-    """Meets its peers as programs do that know nothing but torchrun's variables."""
+    """Meets its peers like programs that use only torchrun's variables."""
     dist.init_process_group("gloo", init_method="env://")
     return report(model_flops_per_token=all_reduce())
 
 
-def speaks_for_its_node(spec, progress):
+def reports_for_its_node(spec, progress):
     sign_in(spec)
     num_devices = int(os.environ["TUNE_CLUSTER_NUM_DEVICES"])
     assert Path(os.environ["TUNE_CLUSTER_ATTEMPT_DIR"], f"rank{os.environ['RANK']}.log").exists()
@@ -154,7 +154,7 @@ def leaves(spec, progress):
 
 
 def spawns(spec, progress):
-    """Leaves two orphans in sessions of their own: one without our environment, one forked without exec."""
+    """Leaves two orphans in separate sessions: one without our environment, one forked without exec."""
     sign_in(spec)
     script = (
         "import os, sys, time\n"
@@ -247,7 +247,7 @@ def aborts_as_the_watchdog_does(spec, progress):
 
 
 def raises_one_after_the_other(spec, progress):
-    """Each rank raises what the specification says, half a second after the one before; one without words waits."""
+    """Each rank raises its error in the specification, half a second after the one before; a rank without one waits."""
     rank = int(os.environ["RANK"])
     time.sleep(0.5 * rank if spec["words"][rank] else FOREVER_S)
     raise RuntimeError(spec["words"][rank])

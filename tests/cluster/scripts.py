@@ -1,4 +1,4 @@
-"""Training programs of a user's own for gangs of the tests: no torch where none is needed, told by what they print."""
+"""User programs for gangs of the tests: no torch where none is needed, measured by what they print."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
         except ConnectionRefusedError:
             time.sleep(0.02)
 """
-"""All ranks meet at the address that they are told, as torch's store does."""
+"""All ranks meet at the given address, like torch's store."""
 
 STEPS = f"""
 import time
@@ -60,11 +60,11 @@ for step in range(1, 5):
 dist.barrier()
 os._exit(0)  # gloo's threads abort the process now and then while it ends
 """
-"""What people write: no word of ours in it, and rank 0 alone prints."""
+"""A typical user program: it does not use our API, and only rank 0 prints."""
 
 
 def write(folder, text):
-    """The program as a file in a folder of its own."""
+    """The program as a file in a separate folder."""
     folder.mkdir(exist_ok=True)
     path = folder / "train.py"
     path.write_text(text)
@@ -72,7 +72,7 @@ def write(folder, text):
 
 
 def spec(path, *, argv=(), num_devices=2, **changes):
-    """What ranks are told of the program at ``path``."""
+    """The specification that ranks get for the program at ``path``."""
     values = {
         "argv": (sys.executable, *argv, str(path)),
         "cwd": str(path.parent),

@@ -27,7 +27,7 @@ WITH_PROCESSES = [backend for backend in EVERY if backend.values[0] in MARKS]
 
 @pytest.fixture(scope="module")
 def made(request, tmp_path_factory):
-    """Backends that tests share, by name, each made when it is first asked for."""
+    """Backends that tests share, by name, each made on first use."""
     found = Made(request, tmp_path_factory)
     yield found
     for name in found.keys() - {"local"}:
@@ -136,7 +136,7 @@ def test_one_end(backend):
     events += backend.wait(0.5)
     ends = [event.attempt_id for event in events if isinstance(event, GangEnded)]
     assert ends == [works.attempt_id, fails.attempt_id, killed.attempt_id]
-    assert isinstance(events[-1], GangEnded), "nothing is told of a gang after its end"
+    assert isinstance(events[-1], GangEnded), "no event follows the end of a gang"
 
 
 def test_identity(backend):
@@ -151,9 +151,9 @@ def test_progress(backend):
     gang = backend.launch("works")
     *events, end = events_until_end(backend.cluster, gang)
     assert all(isinstance(event, GangProgress) for event in events)
-    told = [(PHASES.index(event.phase), event.step) for event in events]
-    assert told == sorted(set(told))
-    assert told[-1] == (PHASES.index("measuring"), len(end.outcome.measurement.step_times_s))
+    reports = [(PHASES.index(event.phase), event.step) for event in events]
+    assert reports == sorted(set(reports))
+    assert reports[-1] == (PHASES.index("measuring"), len(end.outcome.measurement.step_times_s))
 
 
 def test_device_seconds(backend):
@@ -272,7 +272,7 @@ def test_environment(processes):
 def test_one_rank_per_node(processes, pids):
     devices = processes.topology.devices[1:4]
     options = {"one_rank_per_node": True}
-    gang = launch(processes, "speaks_for_its_node", on=devices, spec={"pids": pids}, options=options)
+    gang = launch(processes, "reports_for_its_node", on=devices, spec={"pids": pids}, options=options)
     end = end_of(processes, gang)
     assert isinstance(end.outcome, Measured), end.outcome
     found, node = end.outcome.measurement, processes.topology.nodes[0].name

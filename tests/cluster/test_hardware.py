@@ -95,7 +95,7 @@ def test_finds_devices_by_name(text, name):
         ("NVIDIA B200 MIG 3g.90gb", "bfloat16", None),
         ("Tesla V100-SXM2-32GB", "bfloat16", None),
         ("NVIDIA A100-SXM4-80GB", "float8", None),
-        ("NVIDIA H800 PCIe", "bfloat16", None),  # a form with a peak of its own
+        ("NVIDIA H800 PCIe", "bfloat16", None),  # a form with a different peak
         ("NVIDIA RTX A1000", "bfloat16", None),
         ("NVIDIA H20", "bfloat16", None),
         ("NVIDIA GeForce RTX 3090", "float16", 71.0e12),  # accumulated in float32, as torch does
@@ -104,7 +104,7 @@ def test_finds_devices_by_name(text, name):
         ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
         ("NVIDIA RTX 6000 Ada Generation Max-Q", "bfloat16", None),
-        ("Intel(R) Xeon(R) CPU Max 9480", "float32", 8.0e10),  # "Max" alone tells no other form
+        ("Intel(R) Xeon(R) CPU Max 9480", "float32", 8.0e10),  # "Max" alone implies no other form
         ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5e12),
         ("NVIDIA RTX 6000 Ada Generation", "float8", 728.5e12),
         ("Quadro RTX 6000", "float16", None),
@@ -120,7 +120,7 @@ def test_finds_devices_by_name(text, name):
         ("AMD Instinct MI210", "tf32", None),
         ("AMD Instinct MI250X", "bfloat16", None),
         ("AMD Instinct MI300X OAM", "tf32", 653.7e12),
-        ("AMD Instinct MI355X", "tf32", None),  # torch asks for it, and has it emulated at a rate that nobody states
+        ("AMD Instinct MI355X", "tf32", None),  # torch requests it and has it emulated at an unpublished rate
         ("Ascend910B2", "bfloat16", 353.9e12),
         ("Ascend910B", "bfloat16", None),  # was also a name of the generation before
         ("Ascend910B3", "bfloat16", None),
@@ -156,7 +156,7 @@ def test_missing_formats_run_as_wider_ones_or_are_unknown():
     assert find_accelerator("H100").peak("float8") == pytest.approx(1978.9e12)
 
 
-def test_unknown_names_say_what_there_is():
+def test_errors_about_unknown_names_list_the_known_ones():
     with pytest.raises(CatalogueError, match="h100"):
         find_accelerator("Quadro 4000")
     with pytest.raises(CatalogueError, match="dgx-h100"):
@@ -193,7 +193,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Makes this host one with these tools, and with drivers only where a test says so."""
+    """Makes this host one with these tools, and with drivers only where a test requests them."""
     discovery._warn.cache_clear()
     for kind, source in list(discovery._MAKERS.items()):
         monkeypatch.setitem(discovery._MAKERS, kind, replace(source, driver_files=()))
@@ -219,7 +219,7 @@ def test_whole_gpus(host, monkeypatch):
         discover_node(num_devices=2)
 
 
-def test_slices_are_devices_of_their_own_with_their_own_memory(host):
+def test_slices_are_devices_with_separate_memory(host):
     host(nvidia_smi=vendors.nvidia("Enabled", "Enabled"))
     node = discover_node()
     assert node.device_name == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
@@ -231,7 +231,7 @@ def test_slices_are_devices_of_their_own_with_their_own_memory(host):
     assert [(use.handle.name, use.is_busy) for use in uses] == [("MIG-aaaa", False), ("MIG-bbbb", True)]
 
 
-def test_a_gpu_that_is_divided_is_no_whole_one(host, monkeypatch):
+def test_a_partitioned_gpu_is_not_a_whole_one(host, monkeypatch):
     host(nvidia_smi=vendors.nvidia("Enabled", "Disabled"))
     assert [one.name for one in discover_node().handles] == ["1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-bbbb")
@@ -268,7 +268,7 @@ def test_slices_that_differ_are_refused(host):
     ],
     ids=["rocm", "amd", "xpu", "xpu-two-tiles", "npu", "npu-two-chips"],
 )
-def test_other_makers_devices_are_found_under_auto(host, programs, expected, names):
+def test_devices_of_other_vendors_are_found_under_auto(host, programs, expected, names):
     host(**programs)
     node = discover_node()
     assert _facts(node) == expected
@@ -278,7 +278,7 @@ def test_other_makers_devices_are_found_under_auto(host, programs, expected, nam
 
 
 def test_devices_that_hip_would_count_otherwise_are_refused(host, monkeypatch):
-    """Slurm sets the variable; a rank told device 1 by the tool's numbers would find another one, or none."""
+    """Slurm sets the variable; a rank given device 1 by the tool's numbers would find another one, or none."""
     host(rocm_smi=vendors.ROCM)
     num_devices = discover_node().num_devices
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
@@ -288,13 +288,13 @@ def test_devices_that_hip_would_count_otherwise_are_refused(host, monkeypatch):
         discover_node()
 
 
-def test_tiles_are_numbered_as_ranks_are_told_to_see_them(host, monkeypatch):
+def test_tiles_are_numbered_as_ranks_see_them(host, monkeypatch):
     """A mask that numbers cards would give a rank other tiles than were listed, or tiles of one card for two cards."""
     host(xpu_smi=vendors.intel(tiles=2))
     assert FAMILIES["xpu"].order_variables == {"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}
     monkeypatch.setenv("ZE_AFFINITY_MASK", "1,2")
     assert [(one.name, one.bus_id) for one in discover_node().handles] == [("1", "0000:29:00.0"), ("2", "0000:3a:00.0")]
-    assert device_uses("xpu", discover_node().handles) == [], "memory in use is told of whole cards"
+    assert device_uses("xpu", discover_node().handles) == [], "memory in use is reported for whole cards"
     monkeypatch.setenv("ZE_FLAT_DEVICE_HIERARCHY", "COMPOSITE")
     with pytest.raises(DeviceError, match=r"ZE_AFFINITY_MASK=1,2 numbers cards under .*=COMPOSITE.*unset the latter"):
         discover_node()
@@ -302,7 +302,7 @@ def test_tiles_are_numbered_as_ranks_are_told_to_see_them(host, monkeypatch):
     assert discover_node().num_devices == 4, "an empty mask hides nothing"
 
 
-def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatch, caplog):
+def test_an_empty_limit_hides_nothing_from_hip_and_is_logged(host, monkeypatch, caplog):
     host(rocm_smi=vendors.ROCM)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     assert _facts(discover_node())[:2] == ("rocm", 2)
@@ -312,7 +312,7 @@ def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatc
     assert discover_node().num_devices == 2
     assert "CUDA_VISIBLE_DEVICES is empty, which hides no device of kind rocm" in caplog.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [one.name for one in discover_node().handles] == ["1"], "HIP asks the other variable"
+    assert [one.name for one in discover_node().handles] == ["1"], "HIP reads the other variable"
     for name, value in without_devices({}).items():
         monkeypatch.setenv(name, value)
     assert discover_node().device_kind == "cpu"
@@ -322,7 +322,7 @@ def test_an_empty_limit_hides_nothing_from_hip_and_that_is_said(host, monkeypatc
     ("tool", "variable", "value"),
     [("nvidia_smi", "CUDA_VISIBLE_DEVICES", ""), ("rocm_smi", "HIP_VISIBLE_DEVICES", "-1")],
 )
-def test_the_doctor_says_what_hides_all_devices(host, monkeypatch, tool, variable, value):
+def test_the_doctor_names_what_hides_all_devices(host, monkeypatch, tool, variable, value):
     host(**{tool: vendors.nvidia() if tool == "nvidia_smi" else vendors.ROCM})
     monkeypatch.setenv(variable, value)
     with pytest.raises(
@@ -357,7 +357,7 @@ DIVIDED = {"mode": "Enabled", "other": "Enabled"}
     ],
     ids=["unified", "undivided", "reset", "gone"],
 )
-def test_gpus_that_cannot_be_used_are_never_traded_for_cores(host, monkeypatch, tool, words):
+def test_unusable_gpus_are_never_replaced_by_cores(host, monkeypatch, tool, words):
     host(nvidia_smi=tool)
     with pytest.raises(DeviceError, match=f"kind cuda that cannot be used: {words}.*device: cpu"):
         discover_node()
@@ -368,10 +368,10 @@ def test_gpus_that_cannot_be_used_are_never_traded_for_cores(host, monkeypatch, 
         assert discover_node().device_kind == "cpu"
 
 
-def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
+def test_a_driver_whose_tool_lists_nothing_does_not_make_a_cpu_host(host, monkeypatch, tmp_path, caplog):
     host(nvidia_smi=vendors.nvidia(rows="No devices were found"))
     assert discover_node().device_kind == "cpu"
-    assert "nvidia-smi lists no device" in caplog.text, "without its driver: said, no more"
+    assert "nvidia-smi lists no device" in caplog.text, "without its driver it is only logged"
     source = replace(discovery._MAKERS["cuda"], driver_files=(str(tmp_path),))
     monkeypatch.setitem(discovery._MAKERS, "cuda", source)
     with pytest.raises(DeviceError, match=r"nvidia-smi lists no device.*device: cpu"):
@@ -392,7 +392,7 @@ def test_a_driver_whose_tool_lists_nothing_is_no_host_of_cores(host, monkeypatch
     ],
     ids=["reset", "divided"],
 )
-def test_a_gpu_that_is_left_out_is_told(host, monkeypatch, caplog, tool, names, words):
+def test_an_omitted_gpu_is_logged(host, monkeypatch, caplog, tool, names, words):
     host(nvidia_smi=tool)
     assert [one.name for one in discover_node().handles] == names
     discover_node()
@@ -401,7 +401,7 @@ def test_a_gpu_that_is_left_out_is_told(host, monkeypatch, caplog, tool, names, 
         discover_node(num_devices=2)
     caplog.clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[0])
-    assert discover_node().num_devices == 1 and not caplog.text, "the others are not asked for"
+    assert discover_node().num_devices == 1 and not caplog.text, "the others are not requested"
 
 
 def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):
@@ -410,10 +410,10 @@ def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):
     assert DeviceUse(handle=discover_node().handles[0], used_bytes=3600 * MIB).is_busy is False
 
 
-def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
+def test_a_failing_tool_with_its_driver_present_does_not_make_a_cpu_host(host, monkeypatch, tmp_path, caplog):
     host(rocm_smi="#!/bin/sh\necho 'Driver not initialized (amdgpu not found in modules)'; exit 1\n")
     assert discover_node().device_kind == "cpu"
-    assert "rocm-smi failed with code 1: Driver not initialized" in caplog.text, "without its driver: said, no more"
+    assert "rocm-smi failed with code 1: Driver not initialized" in caplog.text, "without its driver it is only logged"
     source = replace(discovery._MAKERS["rocm"], driver_files=(str(tmp_path),))
     monkeypatch.setitem(discovery._MAKERS, "rocm", source)
     with pytest.raises(DeviceError, match=r"kind rocm that cannot be used: rocm-smi failed.*device: cpu"):
@@ -422,7 +422,7 @@ def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypat
         discover_node(device="rocm")
 
 
-def test_a_driver_without_its_tool_is_told(host, monkeypatch, tmp_path, caplog):
+def test_a_driver_without_its_tool_is_logged(host, monkeypatch, tmp_path, caplog):
     host()
     source = replace(discovery._MAKERS["rocm"], driver_files=(str(tmp_path),))
     monkeypatch.setitem(discovery._MAKERS, "rocm", source)
@@ -543,14 +543,14 @@ def test_devices_in_a_row_are_preferred():
 
 
 @pytest.mark.parametrize("wrong", [{"tp": 2}, {"tp": 0}, {"world_size": 0}, {"isolation": "rack"}])
-def test_nonsense_is_refused(wrong):
+def test_invalid_requests_are_refused(wrong):
     cluster = topology_placement(4)
     with pytest.raises(ValueError, match=r"world_size|isolation"):
         place(cluster, frozenset(cluster.devices), **{"world_size": 3, "tp": 1, "isolation": "node", **wrong})
 
 
 @given(problems(), st.randoms())
-def test_a_pool_places_as_if_counted_anew(problem, rng):
+def test_a_pool_places_like_a_fresh_count(problem, rng):
     cluster, free, wanted = problem
     pool = Pool(cluster)
     taken = [device for device in cluster.devices if rng.random() < 0.5]

@@ -75,7 +75,7 @@ def test_this_host_is_measured(local_cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "per_node"), [(3, 1), (4, 2)])
-def test_ranks_that_take_each_other_for_nodes_measure_the_network(local_cluster, world_size, per_node):
+def test_ranks_placed_as_separate_nodes_measure_the_network(local_cluster, world_size, per_node):
     devices = local_cluster.topology.devices[:world_size]
     gang = GangLaunch(
         attempt_id=f"network-{world_size}",
@@ -91,14 +91,14 @@ def test_ranks_that_take_each_other_for_nodes_measure_the_network(local_cluster,
     rates = outcome.measurement.findings.rates
     assert [rank.rank for rank in rates] == list(range(world_size))
     for rank in rates:
-        assert rank.node_all_reduce is None, "it was not asked for"
+        assert rank.node_all_reduce is None, "it was not requested"
         assert rank.network_all_reduce.world_size == world_size // per_node
         assert len(rank.network_all_reduce.times) >= 2
         assert 0 < rank.network_transfer.times[0].time_s < 1.0
     assert rates[0].network_all_reduce == rates[per_node].network_all_reduce
 
 
-def test_a_slow_simulated_node_is_found_by_every_figure_and_nobody_else():
+def test_only_the_slow_simulated_node_is_found_by_every_figure():
     started_s = time.monotonic()
     with simulated(slow_nodes={"node0002": 1.25}) as cluster:
         profile = probe(cluster, at_s=0.0)
@@ -141,7 +141,7 @@ def test_excluded_nodes_are_not_used_whatever_the_backend():
         assert clock_of(cluster, start_s=100.0)() > 100.0
 
 
-def test_nothing_left_is_an_error_and_gives_the_lease_back(monkeypatch):
+def test_excluding_all_nodes_is_an_error_and_releases_the_lease(monkeypatch):
     closed = []
     monkeypatch.setattr(SimulatedCluster, "close", lambda self: closed.append(self))
     with pytest.raises(ClusterError, match="all leased nodes are excluded"):
@@ -150,7 +150,7 @@ def test_nothing_left_is_an_error_and_gives_the_lease_back(monkeypatch):
 
 
 @given(st.lists(st.floats(0.98, 1.02), min_size=3, max_size=20), st.floats(0.1, 0.85), st.floats(1e3, 1e15))
-def test_one_slow_node_among_like_ones_is_found(others, slowness, scale):
+def test_one_slow_node_among_equal_ones_is_found(others, slowness, scale):
     nodes = [node(f"n{i}", scale * rate) for i, rate in enumerate(others)] + [node("slow", scale * slowness)]
     assert {found.node for found in slow_figures(nodes)} == {"slow"}
 
@@ -160,7 +160,7 @@ def test_nodes_within_a_tenth_of_the_usual_are_not_slow(rates):
     assert slow_figures([node(f"n{i}", rate) for i, rate in enumerate(rates)]) == ()
 
 
-def test_of_two_nodes_the_faster_is_the_measure_and_scattered_ones_are_not_slow():
+def test_two_nodes_are_compared_with_the_faster_and_scattered_ones_are_not_slow():
     assert [found.node for found in slow_figures([node("a", 1.0), node("b", 0.8)])] == ["b"]
     scattered = [node(f"n{i}", rate) for i, rate in enumerate((1.0, 0.6, 1.4, 0.8, 1.2))]
     assert slow_figures(scattered) == ()
@@ -334,7 +334,7 @@ def test_slow_nodes_reduce_the_rates_unless_they_are_left_out():
     assert math.exp(fast - slow) == pytest.approx(1.5, rel=0.15)
 
 
-def test_racks_joined_by_fast_links_tell_of_those_not_of_the_network():
+def test_racks_joined_by_fast_links_measure_the_links_not_the_network():
     simulation = Simulation(accelerator="gb200")
     with simulated_prior(simulation) as cluster:
         seen, described = probe(cluster, at_s=0.0), describe_topology(cluster.topology)

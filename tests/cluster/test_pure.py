@@ -35,10 +35,10 @@ def test_a_report_starts_the_stall_clock_and_a_new_phase_its_own():
     assert "phase warmup took longer than 20 s" in overdue_reason(clock, DEADLINES)
 
 
-def test_ranks_that_compile_side_by_side_count_once_and_not_for_ever():
+def test_concurrent_compilations_count_once_and_are_bounded():
     compiling = CompileTime(left_s=10.0)
     assert compiling.passed(0.0, 4.0) == 4.0
-    assert compiling.passed(2.0, 6.0) == 2.0, "another rank, of whose time half is known"
+    assert compiling.passed(2.0, 6.0) == 2.0, "another rank, half of whose time is counted already"
     assert compiling.passed(6.0, 20.0) == 4.0, "all that was left"
     assert (compiling.passed(20.0, 30.0), compiling.left_s) == (0.0, 0.0)
 
@@ -90,7 +90,7 @@ def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):
         describe(ClusterRequest(kind="local", device="cuda"))
 
 
-def test_describe_starts_nothing_and_knows_what_it_can():
+def test_describe_starts_nothing_and_returns_available_facts():
     found = describe(ClusterRequest(devices_per_node=3, device="cpu"))
     assert found is not None
     assert found.num_devices == 3
@@ -99,7 +99,7 @@ def test_describe_starts_nothing_and_knows_what_it_can():
         describe(ClusterRequest(kind="local", min_nodes=2, max_nodes=2))
 
 
-def test_an_address_where_nobody_listens_is_told_at_once(tmp_path):
+def test_an_unreachable_address_is_reported_at_once(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

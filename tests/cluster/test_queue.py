@@ -48,7 +48,7 @@ def reason(sweep, claims, num_nodes, policy=None):
     return share(claims, num_nodes, policy or QueuePolicy())[sweep].reason
 
 
-def test_alone_it_gets_what_it_asks_for_and_shares_when_another_comes():
+def test_a_single_sweep_gets_its_request_and_shares_with_the_next():
     assert share([claim("a", 1, 4)], 4, QueuePolicy()) == {"a": Grant(4)}
     both = [claim("a", 1, 4, held=4), claim("b", 2)]
     assert numbers(both, 4) == {"a": 2, "b": 2}
@@ -73,7 +73,7 @@ def test_a_large_sweep_is_not_starved_by_small_equals_but_lower_ones_may_fill_th
     assert numbers(claims[1:], 4) == {"b": 3, "c": 1, "d": 0}
 
 
-def test_one_that_can_never_fit_holds_nobody_up():
+def test_a_claim_that_never_fits_blocks_no_other():
     claims = [claim("a", 9), claim("b", 1)]
     assert numbers(claims, 4) == {"a": 0, "b": 1}
     assert reason("a", claims, 4) == "9 nodes requested; the cluster has 4"
@@ -81,7 +81,7 @@ def test_one_that_can_never_fit_holds_nobody_up():
 
 def test_a_lease_that_lost_a_node_goes_on_with_the_rest():
     assert numbers([claim("a", 3, held=2)], 2) == {"a": 2}
-    assert numbers([claim("a", 2, held=1), claim("b", 3, held=2)], 3) == {"a": 1, "b": 2}, "whoever comes first"
+    assert numbers([claim("a", 2, held=1), claim("b", 3, held=2)], 3) == {"a": 1, "b": 2}, "in order of arrival"
 
 
 def test_queues_share_by_weight_and_sweeps_of_a_queue_evenly():
@@ -107,7 +107,7 @@ def test_of_several_policies_the_strictest_holds():
     assert strictest([]) == QueuePolicy()
 
 
-def test_with_nobody_to_share_with_everything_is_granted():
+def test_without_competition_everything_is_granted():
     queue = Unlimited()
     assert queue.beat(claim("a", 1, 4)) == Grant(4)
     queue.leave()
@@ -141,7 +141,7 @@ def situations(draw):
 
 
 @given(situations(), st.randoms())
-def test_nothing_is_given_twice_nor_beyond_quota_nor_outside_what_was_asked(situation, rng):
+def test_grants_are_disjoint_and_within_quota_and_request(situation, rng):
     claims, num_nodes, policy = situation
     given_ = share(claims, num_nodes, policy)
     shuffled = rng.sample(claims, len(claims))
@@ -159,7 +159,7 @@ def test_nothing_is_given_twice_nor_beyond_quota_nor_outside_what_was_asked(situ
 
 
 @given(situations())
-def test_only_more_important_ones_take_the_last_nodes_of_a_running_sweep(situation):
+def test_only_higher_priorities_take_the_last_nodes_of_a_running_sweep(situation):
     claims, num_nodes, _ = situation
     given_ = numbers(claims, num_nodes)
     for stopped in (c for c in claims if c.held and not given_[c.sweep]):
@@ -167,7 +167,7 @@ def test_only_more_important_ones_take_the_last_nodes_of_a_running_sweep(situati
 
 
 @given(situations())
-def test_lower_priorities_change_nothing_for_higher_ones_that_need_their_least(situation):
+def test_lower_priorities_do_not_affect_the_minimum_of_higher_ones(situation):
     claims, num_nodes, policy = situation
     given_ = numbers(claims, num_nodes, policy)
     for priority in (0, 1):
@@ -177,8 +177,8 @@ def test_lower_priorities_change_nothing_for_higher_ones_that_need_their_least(s
 
 
 @given(situations())
-def test_nobody_waits_for_ever_when_sweeps_end(situation):
-    """Let the nodes follow the grants; whoever has run ends. All that can run at all get their turn."""
+def test_every_claim_gets_its_turn_when_sweeps_end(situation):
+    """Let the nodes follow the grants; sweeps that have run end. All that can run at all get their turn."""
     claims, num_nodes, policy = situation
     left = {c.sweep: replace(c, held=0) for c in claims}
     for _ in range(3 * len(claims)):
@@ -192,7 +192,7 @@ def test_nobody_waits_for_ever_when_sweeps_end(situation):
 
 
 @pytest.mark.parametrize("others", [0, 1, 4])
-def test_a_reason_names_a_few_of_those_in_the_way(others):
+def test_a_reason_names_a_few_blocking_sweeps(others):
     claims = [claim("a", 6)] + [claim(f"s{i}", 1, held=1, priority=i) for i in range(others)]
     found = reason("a", claims, 6)
     assert (found == "") == (others == 0)
@@ -233,7 +233,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_host_is_one_sweeps_at_a_time_until_that_leaves_or_its_process_dies(tmp_path):
+def test_a_host_serves_one_sweep_until_it_leaves_or_its_process_dies(tmp_path):
     ours = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=4)
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -256,7 +256,7 @@ def test_a_quota_counts_the_devices_of_the_host(tmp_path):
     assert HostAdmission(tmp_path, policy, devices_per_node=3).beat(claim("a")).num_nodes == 1
 
 
-def test_a_queue_that_cannot_be_used_takes_nothing_away_and_a_broken_one_is_begun_anew(tmp_path):
+def test_an_unusable_queue_takes_nothing_away_and_a_broken_one_is_replaced(tmp_path):
     (tmp_path / "file").touch()
     queue = HostAdmission(tmp_path / "file", QueuePolicy(), devices_per_node=1)
     assert queue.beat(claim("a", held=1)).num_nodes == 1
@@ -269,10 +269,10 @@ def test_a_queue_that_cannot_be_used_takes_nothing_away_and_a_broken_one_is_begu
     assert good.beat(claim("a")).num_nodes == 1
 
 
-def test_a_local_sweep_waits_for_its_turn_and_leaves_when_it_gives_up(tmp_path):
+def test_a_local_sweep_waits_in_the_queue_and_leaves_when_it_gives_up(tmp_path):
     held = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=1)
     held.beat(claim("a", held=1))
-    asked = ClusterRequest(kind="local", devices_per_node=1, claim=claim("b"), queue_folder=tmp_path)
+    requested = ClusterRequest(kind="local", devices_per_node=1, claim=claim("b"), queue_folder=tmp_path)
     heard, beats = [], itertools.count()
 
     def on_wait(reason):
@@ -281,7 +281,7 @@ def test_a_local_sweep_waits_for_its_turn_and_leaves_when_it_gives_up(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        connect(asked, workdir=tmp_path, on_wait=on_wait)
+        connect(requested, workdir=tmp_path, on_wait=on_wait)
     assert heard == ["waits for devices held by sweep a"] * 2
     assert host_queue(tmp_path) == [("a", 1)]
 

@@ -19,7 +19,7 @@ def cluster():
         yield made
 
 
-def test_what_cannot_run_is_infeasible_with_a_reason(cluster):
+def test_impossible_candidates_are_infeasible_with_a_reason(cluster):
     end = run(cluster, "x", spec=trial(micro_batch_size=16))
     assert isinstance(end.outcome, Infeasible)
     assert "micro_batch_size 16" in end.outcome.evidence.message
@@ -91,7 +91,7 @@ def names(cluster):
     return [node.name for node in cluster.topology.nodes]
 
 
-def test_a_lease_shrinks_grows_and_takes_another_node_for_one_it_lost_or_gave_back():
+def test_a_lease_shrinks_grows_and_replaces_lost_or_returned_nodes():
     cluster = simulated_cluster(num_nodes=4, node_losses={"node0001": 35.0})
     cluster.resize(1, keep={"node0001", "node0002"})
     assert names(cluster) == ["node0001", "node0002"], "what is busy stays until it is named no more"
@@ -121,7 +121,7 @@ def test_a_slow_node_slows_its_gangs():
     assert times == pytest.approx([4.0, 6.0])
 
 
-def test_the_same_seed_tells_the_same_story():
+def test_equal_seeds_give_equal_outcomes():
     def story(seed):
         cluster = simulated_cluster(noise=0.1, probabilities={"crash": 0.3, "hang": 0.2}, seed=seed)
         ends = [run(cluster, "x", spec=trial()) for _ in range(12)]
@@ -131,7 +131,7 @@ def test_the_same_seed_tells_the_same_story():
     assert story(1) != story(2)
 
 
-def test_a_gang_trains_as_many_steps_as_its_protocol_asks_for(cluster):
+def test_a_gang_trains_the_steps_of_its_protocol(cluster):
     measurement = run(cluster, "x", spec=trial()).outcome.measurement
     assert len(measurement.step_times_s) == 5
     assert measurement.tokens_per_step == 16 * 32

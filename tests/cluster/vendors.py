@@ -14,7 +14,7 @@ NVIDIA_ROWS = """\
 RESET = "1" + ", [GPU requires reset]" * 6
 """What nvidia-smi prints of a GPU that has fallen out of use."""
 UNIFIED = "0, GPU-2222, NVIDIA GB10, [N/A], [N/A], 0000000F:01:00.0, [N/A]"
-"""What it prints of one without memory of its own."""
+"""What it prints for one without separate memory."""
 
 
 VARIABLES = (

@@ -1,4 +1,4 @@
-"""Sweeps run from any folder: what lies there is the user's, and is never imported by processes of ours."""
+"""Sweeps run from any folder: files there belong to the user and are never imported by our processes."""
 
 import json
 import os

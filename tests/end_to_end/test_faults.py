@@ -106,12 +106,12 @@ PLANTED = {
 }
 
 
-def test_a_good_story_has_no_problems():
+def test_a_correct_history_has_no_problems():
     assert problems(good(), good()) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_wrong_is_found(name):
+def test_inconsistencies_are_found(name):
     plant, words = PLANTED[name]
     found = problems(plant(good()), good())
     assert any(words in problem for problem in found), found
@@ -165,7 +165,7 @@ launched again. ``python -m benchmarks.faults`` has every fault."""
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", SWEEPS, ids=lambda names: ", ".join(names))
-def test_faults_lose_double_and_leave_nothing(names, repaired, stage, undisturbed, tmp_path):
+def test_faults_lose_duplicate_and_leave_nothing(names, repaired, stage, undisturbed, tmp_path):
     endured = endure([FAULTS[name] for name in names], repaired, stage, tmp_path, undisturbed)
     print(*(f"{name}: detected {s:.1f} s" for name, s in zip(names, endured.detected_s, strict=True)), sep="\n")
     assert endured.problems == ()

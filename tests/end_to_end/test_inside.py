@@ -85,7 +85,7 @@ def test_every_knob_is_measured_where_it_acts_and_refused_where_the_program_cann
     assert data_s[0, "O0"] > 0.039 > data_s[2, "O0"]  # a batch takes 40 ms to read, in one process
 
 
-def test_what_was_promoted_sets_its_knobs_on_the_measured_program_and_on_no_other(swept):
+def test_promoted_knobs_apply_to_the_measured_program_only(swept):
     state, home, folder = swept
     wanted = next(
         trial

@@ -111,7 +111,7 @@ def test_a_confirmed_winner_is_promoted_exported_and_verified_and_a_changed_prog
         promote("mine", home, sweep="mine", trial="1")
 
 
-def test_the_split_of_a_mixtures_experts_is_tuned_seen_and_judged(tmp_path):
+def test_the_expert_split_of_a_mixture_is_tuned_recorded_and_judged(tmp_path):
     words = [
         "moe.py",
         "--batch-size",

@@ -108,7 +108,7 @@ def test_a_cheat_and_a_speed_that_fades_give_way_to_an_honest_candidate(tmp_path
     assert 1.1 < proof["speedup"]["value"] < 1.8
 
 
-def test_what_cannot_be_confirmed_is_said(cheated):
+def test_unconfirmable_trials_are_rejected_with_a_reason(cheated):
     home, _ = cheated
     assert "the baseline cannot be confirmed" in run("confirm", "cheated", "baseline", home=home, code=2)
     assert "no trial 't099'" in run("confirm", "cheated", "t099", home=home, code=2)

@@ -86,7 +86,7 @@ def undisturbed(tmp_path_factory):
     return Undisturbed(home, submit(file, home), submit(file, home))
 
 
-def test_a_sweep_measures_records_and_is_only_read_the_second_time(undisturbed):
+def test_a_sweep_is_measured_once_and_only_read_the_second_time(undisturbed):
     state = undisturbed.first.state
     assert state.status == "finished"
     assert [trial.status for trial in state.trials] == ["measured"] * 5
@@ -150,7 +150,7 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
+def test_impossible_figures_are_faults_and_cannot_be_promoted(tmp_path):
     """Negative and zero step times: neither measured, nor explained into a traceback, nor promoted with --force."""
     file = sweeps.write(
         tmp_path,
@@ -239,7 +239,7 @@ def kill_after(process, home, target, delay_s):
 
 @pytest.mark.exhaustive
 @pytest.mark.fault
-def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, undisturbed):
+def test_a_controller_killed_at_any_moment_resumes_and_measures_nothing_twice(tmp_path, undisturbed):
     """SIGKILL along the way; then every trial is there once, as without kills, and no process is left."""
     file = sweeps.write(tmp_path, budget={"max_trials": 5})
     home = fresh_home(tmp_path)
@@ -286,7 +286,7 @@ class LosingCluster:
 
 @pytest.mark.exhaustive
 @pytest.mark.fault
-def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_path, monkeypatch):
+def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_can_resume(tmp_path, monkeypatch):
     file, home = sweeps.write(tmp_path, budget={"max_trials": 3}), fresh_home(tmp_path)
     with monkeypatch.context() as broken:
         broken.setattr(controller, "connect", lambda *args, **options: LosingCluster(connect(*args, **options)))
@@ -300,7 +300,7 @@ def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_
 
 @pytest.mark.exhaustive
 @pytest.mark.fault
-def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
+def test_sigterm_shuts_down_cleanly_and_the_next_submit_resumes(tmp_path):
     home = fresh_home(tmp_path)
     file = sweeps.write(tmp_path, measure={"num_steps": 3000, "max_steps": 3000}, budget={"max_trials": 1})
     process = command("submit", file, home=home)

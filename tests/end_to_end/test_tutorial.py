@@ -1,4 +1,4 @@
-"""The tutorial's commands, run in its order as a new user would, each in a process of its own."""
+"""The tutorial's commands, run in its order as a new user would, each in a separate process."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support import ROOT
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 MAY_DRIFT = (0, 1, 3)
-"""Exit codes of ``verify``: other tests run beside it."""
+"""Exit codes of ``verify``: other tests run at the same time."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 
@@ -79,7 +79,7 @@ def done(tmp_path_factory):
     return folder, outputs
 
 
-def test_it_names_the_commands_that_lead_to_production_and_back():
+def test_it_shows_the_commands_to_production_and_back():
     shown = [words[1] for words in commands()]
     order = ["submit", "explain", "ui", "promote", "export", "verify", "promote", "rollback", "history"]
     found = iter(shown)
@@ -109,7 +109,7 @@ def test_it_is_exported_and_verified(done):
     assert "x the baseline" in verified and "loss" in verified
 
 
-def test_production_is_where_it_was_before_the_try(done):
+def test_production_is_back_at_the_initial_version(done):
     folder, outputs = done
     home = Home(folder / "home")
     tracker = Tracker(home.default_tracking_uri)

@@ -85,7 +85,7 @@ def merged(value, changes):
 # ---- sweep files ----
 
 FILES = {
-    "FULL": changed(FULL, ("cluster", "address"), "local"),  # data and programs are looked at where they lie here
+    "FULL": changed(FULL, ("cluster", "address"), "local"),  # data and programs are read where they are here
     "RAY": FULL,
     "LOCAL": {**SMALL, "cluster": {"kind": "local", "devices_per_node": 2}},
     "RESNET": RESNET,
@@ -210,7 +210,7 @@ def command(name, words=(), env=None):
 
 @kind
 def readings(question):
-    """``KIND [NAME=VALUE ...] WORDS``: a command, with words added, and what it says."""
+    """``KIND [NAME=VALUE ...] WORDS``: a command, with words added, and its reading."""
     name, *words = shlex.split(question)
     env = {}
     while words and words[0].split("=")[0].isupper():
@@ -390,7 +390,7 @@ KINDS |= {"plays": play.played, "gates": gates.gates, "script_gates": gates.scri
 
 @contextlib.contextmanager
 def home_of_states():
-    """A home with the sweeps of :mod:`tests.goldens.outside`, beside a sweep file and a program."""
+    """A home with the sweeps of :mod:`tests.goldens.outside`, next to a sweep file and a program."""
     with (
         outside.frozen() as folder,
         outside.kept(folder),

@@ -163,7 +163,7 @@ _OTHERS = (
 
 
 def readings(name):
-    """By command: what it says, and which frameworks recognise it."""
+    """By command: its reading, and which frameworks recognise it."""
     found = {}
     for kind, (run, _) in _runs(name).items():
         known = [other for other in trainings() if training(other).recognises(run)]
@@ -178,7 +178,7 @@ def reading(said):
 
 
 def overlays(name, step=1):
-    """Per candidate: the command with files and notes, what it says then, its trial, and what that has to show."""
+    """Per candidate: the command with files and notes, its reading then, its trial, and what that has to show."""
     with mock.patch.dict(os.environ):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         drawn = requests(name)
@@ -186,7 +186,7 @@ def overlays(name, step=1):
 
 
 def requests(name):
-    """Kinds of command, the commands, and what is asked of them, for all candidates."""
+    """Kinds of command, the commands, and requests, for all candidates."""
     rng, runs = random.Random(name), list(_runs(name).items())
     return [(kind, run, draw(rng)) for at in range(NUMBER) for kind, (run, draw) in [runs[at % len(runs)]]]
 

@@ -6,7 +6,7 @@ from tests.goldens import answers
 
 
 @pytest.mark.parametrize("name", answers.NAMES)
-def test_answers_are_those_of_the_goldens(name):
+def test_answers_match_the_goldens(name):
     kept = answers.read(name)
     found = answers.answered(name, kept)
     wrong = [f"> {question}\n{found[question]}\n" for question in kept if found[question] != kept[question]]

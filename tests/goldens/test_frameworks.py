@@ -8,7 +8,7 @@ STEP = 3
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exports_and_overlays_are_those_of_the_goldens(name):
+def test_exports_and_overlays_match_the_goldens(name):
     made, kept = record(name, STEP), thinned(stored(name), STEP)
     for part, text in kept.items():
         assert made[part] == text, part

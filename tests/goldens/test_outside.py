@@ -8,7 +8,7 @@ from tests.goldens import outside, variants
 REMEDY = "on purpose: python -m tests.goldens.outside --write"
 
 
-def test_nothing_that_users_see_changes_by_accident():
+def test_user_visible_output_matches_the_goldens():
     texts = outside.made() | outside.submitted()
     differing = [found for name, text in texts.items() if (found := outside.difference(name, text))]
     assert not differing, "\n\n".join([*differing, REMEDY])
@@ -17,7 +17,7 @@ def test_nothing_that_users_see_changes_by_accident():
 
 
 @pytest.mark.parametrize("name", variants.VARIANTS)
-def test_what_is_special_about_a_sweep_is_shown_everywhere_and_fits(name):
+def test_special_states_of_a_sweep_are_shown_everywhere_and_fit(name):
     found = outside.difference(variants.file_name(name), variants.text(name))
     assert not found, f"{found}\n\n{REMEDY}"
     shown = variants.rendered(name)

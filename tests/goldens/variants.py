@@ -428,10 +428,10 @@ def _renderings(folder: Path, state: SweepState, variant: Variant) -> Iterator[t
     launched_trials = [trial for trial in trials if state.trials[trial].attempts]
     for number in [*launched_trials, *(check for check in CHECKS if check < len(state.trials))]:
         trial = state.trials[number]
-        told = {**run_records.attempt_tags(trial), **roles.get(number, {}), **run_records.trial_metrics(state, trial)}
-        told |= finalists.get(number, {}) | run_records.expected_metrics(state.sweep, trial)
-        told |= {"rank": ranks.get(number), "curves": run_records.trial_curves(trial)}
-        recorded[f"t{number:03d}"] = told
+        record = {**run_records.attempt_tags(trial), **roles.get(number, {}), **run_records.trial_metrics(state, trial)}
+        record |= finalists.get(number, {}) | run_records.expected_metrics(state.sweep, trial)
+        record |= {"rank": ranks.get(number), "curves": run_records.trial_curves(trial)}
+        recorded[f"t{number:03d}"] = record
         yield f"note of t{number:03d}", run_records.trial_note(state, trial)
     yield "recorded", outside.as_json(recorded)
 

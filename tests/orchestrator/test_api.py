@@ -50,7 +50,7 @@ def _compare_with_a_smaller_budget(folder, trials):
     assert name == trials.loc[0, "name"] and other == f"{one} (1.00x)", "both measured the baseline, alike"
 
 
-def test_errors_are_those_of_the_command_line(tmp_path):
+def test_errors_match_the_command_line(tmp_path):
     with pytest.raises(ConfigError, match=r"no sweep 'nothing'"):
         results("nothing", home=tmp_path)
     broken = write(tmp_path, {**virtual_sweeps.SWEEP, "budget": {"max_trails": 6}})

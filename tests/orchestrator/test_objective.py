@@ -75,7 +75,7 @@ def searched(name: str, found: list[tuple[int, float]]):
 @each_objective
 @settings(max_examples=25)
 @given(found=runs)
-def test_ranking_and_ratios_are_those_of_the_formulas(name, found):
+def test_ranking_and_ratios_follow_the_formulas(name, found):
     state = fold(searched(name, found))
     scores = [score(name, *run) for run in found]
     ranked = sorted(range(len(found)), key=lambda number: (-scores[number], number))
@@ -94,7 +94,7 @@ def test_ranking_and_ratios_are_those_of_the_formulas(name, found):
 @each_objective
 @settings(max_examples=25)
 @given(found=runs, late=st.tuples(sizes, st.floats(0.01, 10.0)))
-def test_early_stop_ends_what_the_formulas_call_too_slow(name, found, late):
+def test_early_stop_follows_the_formulas(name, found, late):
     num_devices, step_time_s = late
     number = len(found)
     state = fold([*searched(name, found), proposed(number, candidate(num_devices, number)), launched(number)])
@@ -113,7 +113,7 @@ def test_early_stop_ends_what_the_formulas_call_too_slow(name, found, late):
 @each_objective
 @settings(max_examples=25)
 @given(found=runs)
-def test_optuna_is_told_the_scores(name, found):
+def test_optuna_gets_the_scores(name, found):
     state = fold(searched(name, found))
     candidates = [trial.candidate for trial in state.trials]
     if len({c.config_key for c in candidates}) < 2:
@@ -123,7 +123,7 @@ def test_optuna_is_told_the_scores(name, found):
 
 
 @each_objective
-def test_the_guided_search_proposes_what_is_best_by_the_formulas(name):
+def test_the_guided_search_proposes_the_best_by_the_formulas(name):
     """Before any measurement, the best prediction; after some, what is best on a machine unlike the cost model."""
     pairs = product((1, 2, 4, 8, 16), (1, 2, 4))
     candidates = [Candidate(layout=Layout(dp_replicate=d), micro_batch_size=m) for d, m in pairs]
@@ -155,7 +155,7 @@ def test_the_guided_search_proposes_what_is_best_by_the_formulas(name):
 @each_objective
 @settings(max_examples=25)
 @given(found=runs)
-def test_finalists_and_confirmed_ratios_are_those_of_the_formulas(name, found):
+def test_finalists_and_confirmed_ratios_follow_the_formulas(name, found):
     events = searched(name, found)
     state = fold(events)
     scores = [score(name, *run) for run in found]

@@ -74,7 +74,7 @@ def test_intervals_scale_with_the_unit(times: tuple[float, ...], factor: float):
 
 
 @given(a=step_times, b=step_times)
-def test_the_ratio_turns_round_with_its_arguments(a: tuple[float, ...], b: tuple[float, ...]):
+def test_the_ratio_is_inverted_when_arguments_are_swapped(a: tuple[float, ...], b: tuple[float, ...]):
     there = statistics.speed_ratio(measurement(a), measurement(b), OBJECTIVE)
     back = statistics.speed_ratio(measurement(b), measurement(a), OBJECTIVE)
     assert there.value == pytest.approx(1 / back.value)
@@ -86,7 +86,7 @@ def test_the_ratio_turns_round_with_its_arguments(a: tuple[float, ...], b: tuple
 
 
 @pytest.mark.parametrize("sigma", [0.01, 0.2])
-def test_interval_ends_turn_round_with_the_arguments(sigma: float):
+def test_interval_ends_are_swapped_with_the_arguments(sigma: float):
     rng = np.random.default_rng(3)
     a, b = (measurement(tuple(np.exp(rng.normal(0, sigma, 8)))) for _ in range(2))
     there, back = statistics.speed_ratio(a, b, OBJECTIVE).ci95, statistics.speed_ratio(b, a, OBJECTIVE).ci95
@@ -135,7 +135,7 @@ def test_the_ratio_counts_devices_and_tokens():
     assert statistics.compare(two, one, OBJECTIVE) == "slower"
 
 
-def test_a_difference_too_small_to_matter_is_a_tie_however_sure():
+def test_a_difference_too_small_to_matter_is_a_tie_at_any_certainty():
     assert statistics.compare(measurement((0.1,) * 8), measurement((0.1009,) * 8), OBJECTIVE) == "tie"
     assert statistics.verdict(Estimate(1.02, Interval(0.999, 1.04))) == "tie"
 

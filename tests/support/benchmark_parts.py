@@ -5,7 +5,7 @@ import subprocess
 from benchmarks.gpu.parts import LEFT_OUT, NotHereError
 
 
-def tells_a_row_and_sleeps(setting):
+def reports_a_row_and_sleeps(setting):
     setting.tell({"row": 1})
     subprocess.run(["sleep", "100"], check=False)
 

@@ -1,4 +1,4 @@
-"""Homes with sweeps that somebody else runs or ran, for tests of the commands that look at them."""
+"""Homes with sweeps run by another user, for tests of the commands that look at them."""
 
 import time
 from dataclasses import replace

@@ -8,7 +8,7 @@ import pytest
 
 @contextmanager
 def small_disk(path, mib=4):
-    """A file system of its own, mounted at ``path``; the test is skipped where that is not possible."""
+    """A separate file system, mounted at ``path``; the test is skipped where that is not possible."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)]
     try:

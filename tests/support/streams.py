@@ -1,6 +1,6 @@
-"""A device's queues, on a machine without one: who may touch what is known from waits, not from luck.
+"""A device's queues, on a machine without one: permitted accesses follow from waits, not from luck.
 
-All work runs at once on the CPU. Beside that every stream has a clock, and knows of each other stream up to where it
+All work runs at once on the CPU. Every stream also has a clock, and records for each other stream up to where it
 has waited for it (vector clocks: Mattern, 1989; race detection by them: Flanagan and Freund, PLDI 2009). An operator is
 launched on the stream that is current. Where it reads what a stream wrote that its own has not waited for, or writes
 what such a stream still reads, a real device may do both at once: that is a :class:`StreamRaceError`.
@@ -39,7 +39,7 @@ class StreamRaceError(AssertionError):
 
 
 class WatchedEvent:
-    """A moment of a stream; behind it lies all that the stream knows of."""
+    """A moment of a stream, after all that the stream has waited for."""
 
     def __init__(self, watch: StreamWatch, *_: Any, **__: Any) -> None:
         self._watch = watch
@@ -164,7 +164,7 @@ class StreamWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def installed(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> StreamWatch:
-        """Let ``modules`` use these streams where they ask for the device's, and all collectives run on theirs."""
+        """Let ``modules`` use these streams in place of the device's, and all collectives run on theirs."""
         given: dict[str, Callable[..., Any]] = {
             "new_stream": self.new_stream,
             "current_stream": lambda _device=None: self.current,
@@ -185,7 +185,7 @@ class StreamWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def collective(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The collective on a stream of its own, behind what the current one was given so far."""
+        """The collective on a separate stream, behind what the current one was given so far."""
 
         def run(*args: Any, async_op: bool = False, **options: Any) -> WatchedWork | None:
             self.communication.wait_stream(self.current)
@@ -290,7 +290,7 @@ def _accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Ten
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
         (writes if is_write else reads).extend(tensors)
     if "empty" in func.__name__ or func.__name__.endswith(("zeros_like.default", "ones_like.default")):
-        reads = []  # they ask for shapes only
-    if func.namespace == "c10d":  # whose schemas do not say that the first argument is the result
+        reads = []  # they read shapes only
+    if func.namespace == "c10d":  # whose schemas do not mark the first argument as the result
         writes = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
     return writes, reads

@@ -22,9 +22,9 @@ TINY = {
     "search": {"sampler": "grid", "early_stop": "off"},  # how fast a trial is depends on the machine's load
     "measure": {"min_warmup_steps": 1, "max_warmup_steps": 2, "num_steps": 3, "max_steps": 3},
     "budget": {"max_trials": 4},
-    "confirm": "off",  # what is proven has tests of its own
+    "confirm": "off",  # proofs have separate tests
     "gate": "off",
-    "tracking": {"report": False},  # pages have tests of their own, too
+    "tracking": {"report": False},  # pages have separate tests, too
 }
 
 

@@ -27,9 +27,9 @@ SWEEP = {
     },
     "measure": {"min_warmup_steps": 3, "max_warmup_steps": 3, "num_steps": 5, "max_steps": 5},
     "budget": {"max_trials": 6, "consecutive_failures": 50},
-    "confirm": "off",  # what is proven has tests of its own
+    "confirm": "off",  # proofs have separate tests
     "gate": "off",
-    "tracking": {"report": False},  # pages have tests of their own, too
+    "tracking": {"report": False},  # pages have separate tests, too
     "deadlines": {"starting_s": 600.0, "warmup_s": 3600.0, "measuring_s": 7200.0, "stall_s": 1800.0},
 }
 

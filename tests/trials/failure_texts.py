@@ -73,4 +73,4 @@ UNLIKE = _texts("unlike", kind="error")
 LOGS = _logs("log")
 LAUNCHERS = _logs("launcher")
 UNSOURCED = [entry for name in ("text", "log", "launcher") for entry in _KNOWN[name] if not entry.get("from")]
-"""Entries that do not say where they are from; there are to be none."""
+"""Entries without a source; there must be none."""

@@ -106,5 +106,5 @@ def _rank_main(pipe, specs, folder, options):
         except BaseException as error:
             message = "".join(traceback.format_exception(error))[-3000:]
             pipe.send(("failure", (classify(error), type(error).__name__, message)))
-            time.sleep(1.0)  # lets the peers find their own words before this process is gone
+            time.sleep(1.0)  # lets the peers report their own errors before this process is gone
             os._exit(1)

@@ -1,7 +1,7 @@
 """Devices: kinds, health on NVML's interface, memory outside the allocator, what a rank does with its device; NPUs.
 
 NPUs are a stand-in of torch_npu (``tests/support/ascend``): torch's own kind of device for extensions, whose memory is
-the host's. What an Ascend does is not tested here; what trials ask of the package is."""
+the host's. What an Ascend does is not tested here; what trials use of the package is."""
 
 # ruff: noqa: N802  # names are NVML's
 from __future__ import annotations
@@ -67,32 +67,32 @@ from trials.worker import run_rank
     ],
 )
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device here")
-def test_a_device_that_torch_cannot_use_is_the_nodes_fault_and_never_traded_for_cores(kind, words):
+def test_a_device_unusable_by_torch_is_the_fault_of_the_node_and_not_replaced_by_cores(kind, words):
     with pytest.raises(RuntimeError, match=words) as caught:
         open_device(kind, 0)
     assert classify(caught.value, kind) == "node_setup"
 
 
-def test_cores_have_a_clock_of_their_own():
+def test_cpus_are_timed_by_the_host_clock():
     device = open_device("cpu", 3)
     assert is_host(device) and kind_of(device) == "cpu" and collectives_of(device) == "gloo"
     start = mark(device)
     assert 0 <= seconds_between(start, mark(device)) < 60
 
 
-def test_every_kind_has_what_the_others_have():
+def test_every_device_kind_defines_the_same_entries():
     for family in FAMILIES.values():
         assert family.ray_resource and family.collectives
         assert bool(family.visible_variable) == bool(family.query_tool) == (family.kind != "cpu")
 
 
-def test_children_that_compute_nothing_see_no_device(monkeypatch):
+def test_children_that_do_not_compute_see_no_device(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     told = "import os, sys; sys.exit(' '.join(f'{n}={os.environ.get(n)}' for n in sys.argv[1:]))"
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-    told_of = "CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=-1 ASCEND_RT_VISIBLE_DEVICES="
+    reported_of = "CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=-1 ASCEND_RT_VISIBLE_DEVICES="
     monkeypatch.setattr(dry_runs, "python_module", lambda _: [sys.executable, "-c", told, *names])
-    with pytest.raises(ConfigError, match=told_of):
+    with pytest.raises(ConfigError, match=reported_of):
         list(dry_runs._batch([DryRunRequest(spec=tiny_spec(Layout()), rank=0)]))
     assert without_devices({"A": "1"})["A"] == "1"
 
@@ -179,7 +179,7 @@ def watched(uuid, driver=None, **options):
     return watch.end()
 
 
-def test_a_device_that_got_hot_is_told_with_its_figures(driver):
+def test_a_hot_device_is_reported_with_its_figures(driver):
     """Between beginning and end there are two samples at least; the thread sleeps in between."""
     samples = watched(UUID, driver, period_s=60.0)
     assert not driver.is_open
@@ -216,8 +216,8 @@ def test_a_slice_has_the_clocks_of_its_gpu(driver):
         (None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0, f"MIG-{UUID[4:]}"),
     ],
 )
-def test_a_slice_is_called_as_nvml_calls_it(monkeypatch, visible, name, index, expected):
-    """torch gives the digits alone; with the prefix of whole GPUs NVML would know no such device, and tell nothing."""
+def test_a_slice_has_the_name_that_nvml_uses(monkeypatch, visible, name, index, expected):
+    """torch gives the digits alone; with the prefix of whole GPUs NVML would find no device and report nothing."""
     module = SimpleNamespace(
         get_device_properties=lambda _: SimpleNamespace(uuid=UUID[4:]), get_device_name=lambda _: name
     )
@@ -241,7 +241,7 @@ def test_reasons_for_lowered_clocks_are_nvmls_bits():
     assert reasons_in(normal) == () and reasons_in(pynvml.nvmlClocksThrottleReasonAll) == tuple(THROTTLED_BY)
 
 
-def test_nobody_waits_for_a_driver_that_does_not_answer(driver, monkeypatch):
+def test_a_driver_that_does_not_answer_is_not_waited_for(driver, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr("trials.accelerator.kinds._PATIENCE_S", 0.1)
     monkeypatch.setattr(driver, "nvmlDeviceGetTemperature", lambda *_: never.wait(60.0), raising=False)
@@ -252,12 +252,12 @@ def test_nobody_waits_for_a_driver_that_does_not_answer(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("uuid", [None, "GPU-of-somebody-else"])
-def test_what_nvml_does_not_know_is_no_error(driver, uuid):
+def test_figures_unknown_to_nvml_are_no_error(driver, uuid):
     del driver
     assert watched(uuid) == ()
 
 
-def test_the_package_without_a_driver_tells_nothing():
+def test_the_package_without_a_driver_reports_nothing():
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -287,7 +287,7 @@ GIB = 1 << 30
 
 
 class Memory(SimpleNamespace):
-    """80 GiB, of which somebody has 1 GiB and the allocator 30; what it may take is kept in ``allowed``."""
+    """80 GiB, of which another process has 1 GiB and the allocator 30; what it may take is kept in ``allowed``."""
 
     free, reserved, total = 49 * GIB, 30 * GIB, 80 * GIB
     allowed: float = 0.0
@@ -316,7 +316,7 @@ def memory(monkeypatch):
     return found
 
 
-def test_what_lies_outside_the_allocator_is_told(memory):
+def test_memory_outside_the_allocator_is_reported(memory):
     del memory
     assert device_memory.device_memory(DEVICE, "x:y") == DeviceMemory(
         total_bytes=80 * GIB, outside_bytes=GIB, num_retries=3, num_ooms=1, settings="x:y"
@@ -324,7 +324,7 @@ def test_what_lies_outside_the_allocator_is_told(memory):
     assert device_memory.device_memory(torch.device("cpu"), "") is None
 
 
-def test_a_limit_counts_what_lies_outside_the_allocator(memory):
+def test_a_limit_counts_memory_outside_the_allocator(memory):
     """Also what communicators took in the first step."""
     limit = MemoryLimit(DEVICE, 40 * GIB)
     assert memory.allowed == pytest.approx(39 * GIB)
@@ -334,7 +334,7 @@ def test_a_limit_counts_what_lies_outside_the_allocator(memory):
     assert memory.allowed == pytest.approx(37 * GIB)
 
 
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
+def test_segments_are_expandable_unless_the_user_configures_otherwise(monkeypatch):
     told = []
     monkeypatch.setattr(device_memory, "_configure", told.append)
     assert set_up_allocator(torch.device("cpu"), {}) == "" and not told
@@ -354,7 +354,7 @@ def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
     assert told[-1] == "expandable_segments:False"
 
 
-def test_a_gang_is_told_by_its_worst_rank():
+def test_the_memory_of_a_gang_is_that_of_its_worst_rank():
     one = DeviceMemory(total_bytes=9, outside_bytes=2, num_retries=0, settings="s")
     other = DeviceMemory(total_bytes=8, outside_bytes=1, num_retries=4)
     assert worst_memory([None, one, other]) == DeviceMemory(total_bytes=8, outside_bytes=2, num_retries=4, settings="s")
@@ -376,8 +376,8 @@ def run(spec):
     return from_json(RankReport, run_rank(to_json(spec), ignore))
 
 
-def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_driver):
-    """The package's import and NVML's start would lie in the first measured steps."""
+def test_health_is_set_up_in_warmup_and_sampled_while_measuring(own_driver):
+    """The package's import and NVML's start would fall into the first measured steps."""
     told = []
     own = RankDevice(tiny_spec(), torch.device("cpu"))
     tell = own.watched(lambda phase, **_: told.append(phase))
@@ -393,14 +393,14 @@ def test_health_is_made_ready_in_the_warm_up_and_looked_at_while_measuring(own_d
     assert own.memory() is None, "cores have no memory of their own"
 
 
-def test_a_rank_that_never_measured_has_nothing_to_tell_of_its_device(own_driver):
+def test_a_rank_that_never_measured_reports_no_device_health(own_driver):
     own = RankDevice(tiny_spec(), torch.device("cpu"))
     own.watched(ignore)("warmup")
     assert own_driver.opened.wait(30.0)
     assert own.health(0) == ()
 
 
-def test_what_was_seen_is_in_the_ranks_report(own_driver):
+def test_health_samples_are_in_the_report_of_the_rank(own_driver):
     report = run(tiny_spec())
     (health,) = report.findings.devices
     assert health.rank == 0 and health.num_samples == own_driver.num_looks >= 1
@@ -433,7 +433,7 @@ STAND_IN = ROOT / "tests/support/ascend"
 
 
 def train(tmp_path, spec):
-    """Report of the only rank, and what it asked of the device."""
+    """Report of the only rank, and its calls to the device."""
     (tmp_path / "spec.json").write_text(json.dumps(to_json(spec)))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{STAND_IN}"}
     command = [sys.executable, STAND_IN / "train.py", tmp_path / "spec.json", tmp_path / "answer.json"]
@@ -460,7 +460,7 @@ def test_a_trial_runs_on_the_device_as_on_cores(tmp_path):
     assert (report.device_memory.total_bytes, report.device_memory.settings) == (64 << 30, "")
     assert report.device_memory.outside_bytes <= 4 << 30
     assert names.count("set_per_process_memory_fraction") == 2, "again when communicators have been made"
-    assert report.findings.devices == (), "NVML knows no NPU"
+    assert report.findings.devices == (), "NVML has no NPUs"
     assert report.breakdown.backward_s > 0
 
 

@@ -48,7 +48,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         ("npu", BF16, "auto", "math", True),
     ],
 )
-def test_grouped_queries_take_no_kernel_that_holds_all_scores(device, dtype, wanted, kernel, expands):
+def test_grouped_queries_avoid_kernels_that_hold_all_scores(device, dtype, wanted, kernel, expands):
     plan = plan_attention(GROUPED, wanted, dtype, device)
     assert (plan.kernel, plan.expands) == (kernel, expands)
 
@@ -112,7 +112,7 @@ def test_parts_of_the_keys_take_cudnn_where_whole_sequences_do(layout, capabilit
     assert kernel != "cudnn" or tried == ["cudnn"], "it is tried before use"
 
 
-def test_torch_can_be_asked_for_its_choice_of_kernel():
+def test_torch_reveals_its_choice_of_kernel():
     q = torch.zeros(1, 2, 128, 8, dtype=BF16, requires_grad=True)
     assert torch._fused_sdp_choice(q, q, q, is_causal=True, enable_gqa=False) == SDPBackend.FLASH_ATTENTION.value
 

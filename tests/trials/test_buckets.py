@@ -1,4 +1,4 @@
-"""Buckets of ZeRO-1: what lies in which, and which queue touches them when."""
+"""Buckets of ZeRO-1: their content, and which queue accesses them when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trials.training.optimizer import HostAdamW, LocalAdamW
 HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False, None), Kind(torch.float32, 1, False, None)
 
 
-def test_buckets_fill_from_the_last_parameter_on_and_come_in_the_order_in_which_they_are_full():
+def test_buckets_fill_from_the_last_parameter_and_are_ordered_by_completion():
     """Sizes of 40 bytes: the norms' bucket is open until the first parameter, so all others come before it."""
     norms, weights = ([nn.Parameter(torch.zeros(10)) for _ in range(3)] for _ in range(2))
     kinds = {}
@@ -48,7 +48,7 @@ class Picture(nn.Module):
         return self.head(self.conv(x).mean(dim=(2, 3)))
 
 
-def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_used(peers):
+def test_trains_as_without_buckets_for_any_memory_format_and_unused_parameters(peers):
     torch.manual_seed(0)
     plain, model = Picture(), Picture()
     model.load_state_dict(plain.state_dict())
@@ -136,7 +136,7 @@ def group():
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_bucket_is_touched_before_its_time(monkeypatch, group, dtype, on_host):
+def test_no_bucket_is_accessed_too_early(monkeypatch, group, dtype, on_host):
     training = Training(monkeypatch, group, dtype, on_host=on_host)
     training.run(3)
     launches = training.watch.communication.launches
@@ -175,7 +175,7 @@ REMOVED = {
 
 
 @pytest.mark.parametrize("wait", REMOVED)
-def test_a_wait_that_is_lacking_is_seen(monkeypatch, group, wait):
+def test_a_missing_wait_is_detected(monkeypatch, group, wait):
     training = Training(monkeypatch, group, torch.float32, on_host=False)
     REMOVED[wait](monkeypatch, training)
     with pytest.raises(StreamRaceError):

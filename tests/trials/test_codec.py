@@ -1,4 +1,4 @@
-"""JSON and back: nothing is lost, and what is wrong is said with the place where it is."""
+"""JSON and back: nothing is lost, and errors name their place."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CARS = st.builds(
 
 
 @given(CARS)
-def test_what_was_written_is_read(car):
+def test_written_values_are_read_back(car):
     again = from_json(Car, to_json(car))
     assert again == car
     assert canonical_json(again) == canonical_json(car) and digest(again) == digest(car)
@@ -105,7 +105,7 @@ CAR = {"name": "a", "parts": [{"kind": "wheel", "size": 1.0}, {"kind": "engine",
         ({"parts": [{"kind": "wheel"}]}, "$.parts[0]: Wheel.__init__() missing 1 required positional argument: 'size'"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(changes, message):
+def test_errors_name_their_place(changes, message):
     with pytest.raises(CodecError) as caught:
         from_json(Car, {**CAR, **changes})
     assert str(caught.value) == message
@@ -116,7 +116,7 @@ EDITS = st.tuples(st.sampled_from(["name", "gearbox", "parts", "notes", "spare",
 
 
 @given(CARS, st.data())
-def test_quick_and_thorough_reading_agree(car, data):
+def test_fast_and_checked_reading_agree(car, data):
     """Whatever is missing, unknown or of a wrong type."""
     body = to_json(car)
     for part in [body, *body["parts"], *filter(None, [body["spare"]])]:
@@ -135,7 +135,7 @@ def read(decode):
         return None
 
 
-def test_the_place_begins_where_the_caller_says():
+def test_the_place_starts_at_the_path_of_the_caller():
     with pytest.raises(CodecError, match=r"^recipe\.json\.size: expected float"):
         from_json(Wheel, {"size": "x"}, "recipe.json")
 
@@ -147,7 +147,7 @@ def test_without_a_kind_every_member_is_tried():
         from_json(Wheel | Engine, {"doors": 4})
 
 
-def test_what_has_no_json_form_is_refused():
+def test_values_without_a_json_form_are_refused():
     with pytest.raises(TypeError, match="cannot encode set"):
         to_json({1, 2})
 

@@ -206,14 +206,14 @@ def test_image_errors_are_clear(tmp_path):
         open_images(ImageFolderData(path=str(tmp_path)), model)
 
 
-def test_made_up_images_are_always_the_same_and_all_classes_occur():
+def test_synthetic_images_are_deterministic_and_cover_all_classes():
     first, second = make_up_images(16, 10), make_up_images(16, 10)
     assert first == second and {picture.label for picture in first} == set(range(10))
     data_set = open_images(ImageFolderData(), ResNetModel(num_classes=10, image_size=16))
     assert ImageBatches(data_set, Share(global_batch_size=256), image_size=16).epoch_length > 1000
 
 
-def test_data_that_does_not_go_with_the_model_is_refused():
+def test_data_that_does_not_fit_the_model_is_refused():
     from dataclasses import replace
 
     with pytest.raises(InfeasibleSpec, match="a llama model cannot train on data of kind random"):
@@ -226,7 +226,7 @@ TOKENS = TokenBatches(
 
 
 class WorkerIds(StepBatches):
-    """Three steps an epoch; an item tells its step and the process that read it."""
+    """Three steps an epoch; an item holds its step and the process that read it."""
 
     def __init__(self):
         super().__init__(Share(global_batch_size=1), 3)
@@ -266,7 +266,7 @@ class Broken(WorkerIds):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_error_says_the_same_from_a_worker(num_workers):
+def test_a_data_error_from_a_worker_has_the_same_message(num_workers):
     loader = Loader(num_workers=num_workers, prefetch_factor=num_workers)
     with pytest.raises(DataError) as raised:
         next(stream_batches(Broken(), loader, pin_memory=False))

@@ -79,7 +79,7 @@ def _least_peaks(spec, runs):
         *("ZeRO-3 x2, O2, norms and head in fp32", "PP2 1F1B"),
     ],
 )
-def test_peak_is_that_of_a_real_run(name):
+def test_peak_matches_a_real_run(name):
     spec = FAMILIES[name]
     layout = spec.candidate.layout
     ranks = [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
@@ -93,7 +93,7 @@ def test_peak_is_that_of_a_real_run(name):
 
 @pytest.mark.representative("llama/pp")
 @pytest.mark.parametrize("case", ["llama/pp", "llama/one", "encoder/one", "encoder/pp", "encoder/zero3"])
-def test_peak_of_an_imported_module_is_that_of_a_real_run(case):
+def test_peak_of_an_imported_module_matches_a_real_run(case):
     spec = spec_of(case)
     layout = spec.candidate.layout
     ranks = [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
@@ -106,7 +106,7 @@ def test_peak_of_an_imported_module_is_that_of_a_real_run(case):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ZeRO-1 x2", "TP2 local"])
-def test_peak_with_latent_attention_is_that_of_a_real_run(name):
+def test_peak_with_latent_attention_matches_a_real_run(name):
     spec = FAMILIES[name]
     latent = LatentAttention(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
     model = dataclasses.replace(spec.workload.model, num_kv_heads=spec.workload.model.num_heads, latent=latent)
@@ -129,7 +129,7 @@ def _split_experts(name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute", "ZeRO-1 x2", "DDP x2"])
-def test_peak_of_split_experts_is_that_of_a_real_run(name):
+def test_peak_of_split_experts_matches_a_real_run(name):
     """With equal shares, as the real router gives here; all tokens on one rank take more."""
     spec = _split_experts(name)
     even, crowded = simulated_runs(
@@ -144,7 +144,7 @@ def test_peak_of_split_experts_is_that_of_a_real_run(name):
 
 @pytest.mark.representative("ZeRO-1 x2")
 @pytest.mark.parametrize("name", ["ZeRO-1 x2", "DDP x2", "ZeRO-3 x2, O2 bf16", "PP2 interleaved", "TP2 DTensor"])
-def test_building_takes_what_a_real_rank_takes(name):
+def test_building_takes_the_memory_of_a_real_rank(name):
     """Of a model of some layers every rank; stages with fewer parameters than a tile has temporaries aside."""
     spec = FAMILIES[name]
     (run,) = simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu")])
@@ -164,7 +164,7 @@ def test_a_rank_that_takes_most_while_it_is_built_is_estimated_by_that():
 
 
 @pytest.mark.exhaustive
-def test_attention_is_that_of_the_device_that_is_meant():
+def test_attention_is_that_of_the_target_device():
     """Scores are held where a kernel holds them; keys and values are repeated where CUDA's would not be shared."""
     base = FAMILIES["single, fp32"]
     by_math = dataclasses.replace(base.candidate, kernels=Kernels(attention="math"))
@@ -227,7 +227,7 @@ def test_pipelines_are_extrapolated(name):
     _assert_extrapolation_is_exact(spec, chosen)
 
 
-def test_middle_stages_have_their_small_trial_in_common():
+def test_middle_stages_share_one_small_trial():
     """Whatever is in flight on them, so that a pipeline of 16 ranks takes as many simulations as one of 4."""
     spec = pipeline(((2,) * 16,), 40, dp_shard=2, zero_stage=1)
     plans = plan_small_runs(spec)
@@ -344,7 +344,7 @@ def _leave(_request):
         (_leave, 60.0, "died", "exit status 7"),
     ],
 )
-def test_a_child_that_goes_wrong_is_contained(work, timeout_s, kind, words):
+def test_a_failing_child_is_contained(work, timeout_s, kind, words):
     request = DryRunRequest(spec=FAMILIES["single, fp32"], rank=0)
     replies = replies_of([request, request, request], work, timeout_s)
     for reply in replies:
@@ -378,7 +378,7 @@ def test_closing_the_iterator_ends_the_children(monkeypatch):
 def test_unseen_releases_are_inferred_from_addresses():
     live = {100: 50}
     assert peak_bytes(live, [], [(200, 50), (100, -50), (300, 10)]) == 100
-    assert peak_bytes(live, [(120, 40)], [(300, 10)]) == 50, "the first must be gone where the second lies"
+    assert peak_bytes(live, [(120, 40)], [(300, 10)]) == 50, "the first must be freed where the second is"
     assert peak_bytes(live, [(200, 50), (200, -50)], [(400, 20)]) == 70, "what was released before does not count"
 
 
@@ -401,7 +401,7 @@ def _most(run, category, phase=""):
 
 
 def test_accumulating_shards_holds_no_whole_gradients():
-    """Between micro-batches ZeRO-3 holds half the gradients on two ranks, unless asked to keep them whole."""
+    """Between micro-batches ZeRO-3 holds half the gradients on two ranks, unless configured to keep them whole."""
     each, last = (_simulated("ZeRO-3 x2", 2, gradient_reduction=when) for when in ("each", "last"))
     whole = 2 * 4 * each.num_parameters
     assert _most(last, "grad") >= whole

@@ -138,7 +138,7 @@ def test_trains_like_a_single_process(name):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_experts_that_cannot_be_dealt_out_are_split_one_by_one(tmp_path):
+def test_an_uneven_number_of_experts_is_split_expert_by_expert(tmp_path):
     """Six experts over four ranks, and three of them over two: each rank holds rows of all."""
     sharded = spec_of({**NEUTRAL, "dp": "zero3", "cp": "all-gather", "batches": "m2"})
     shape = dataclasses.replace(EXPERTS, num_experts=6)
@@ -154,7 +154,7 @@ COPIES = Layout(tp=2, tp_engine="local", num_copies=2, ep=2)
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_copies_are_routed_like_the_whole(tmp_path):
+def test_replicas_are_routed_like_the_whole(tmp_path):
     """Halves of the sequences, whose own losses are means, and halves of the positions of one sequence."""
     few_losses = dataclasses.replace(EXPERTS, aux_loss=0.0)
     trials = [

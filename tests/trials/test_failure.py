@@ -65,25 +65,25 @@ def test_kind_by_type_or_message(error, kind):
 
 
 @pytest.mark.parametrize("text", RAISED, ids=str)
-def test_the_words_of_libraries(text):
-    """Whichever error carries them; what cuBLAS and cuDNN say is about memory only where there is none left."""
+def test_messages_of_libraries_are_classified(text):
+    """Whichever error carries them; errors of cuBLAS and cuDNN mean memory only where none is left."""
     assert classify(text.raised(), text.device) == text.kind
     assert classify(text.raised(), text.device, is_memory_full=True) == text.kind_if_full
 
 
 @pytest.mark.parametrize("text", UNLIKE, ids=str)
-def test_words_that_only_look_like_those_of_libraries(text):
+def test_similar_messages_are_not_classified(text):
     assert classify(text.raised(), text.device, is_memory_full=True) == "error"
 
 
-def is_told(part, kind, text):
+def is_classified(part, kind, text):
     sign = FailureSign(kind=kind, parts=(part,))
     return kind in (text.kind, text.kind_if_full) and sign.part_in(text.words.lower()) is not None
 
 
-def test_every_sign_is_of_a_text_that_somebody_met():
+def test_every_sign_matches_a_recorded_message():
     parts = [(part, sign.kind) for sign in SIGNS for part in sign.parts]
-    assert [part for part, kind in parts if not any(is_told(part, kind, text) for text in RAISED)] == []
+    assert [part for part, kind in parts if not any(is_classified(part, kind, text) for text in RAISED)] == []
     assert UNSOURCED == []
 
 
@@ -97,7 +97,7 @@ step 2 loss 9.7 read error [3]: Broken pipe
 
 
 @pytest.mark.parametrize("text", RAISED, ids=str)
-def test_the_words_of_libraries_as_the_reason_of_an_abort(text):
+def test_messages_of_libraries_as_the_reason_of_an_abort(text):
     """Those that are peculiar enough; words that any program may use are no reason."""
     found = cause_in_log(ABORT.format(words=text.words.strip()))
     if not text.in_logs:
@@ -109,7 +109,7 @@ def test_the_words_of_libraries_as_the_reason_of_an_abort(text):
 
 
 @pytest.mark.parametrize("log", LOGS, ids=str)
-def test_what_ended_a_process_is_told_by_the_end_of_its_log(log):
+def test_the_end_of_a_log_reveals_why_the_process_ended(log):
     found = cause_in_log(log.words)
     assert ("" if found is None else found[0]) == log.kind
     assert log.says in ("" if found is None else found[1])
@@ -125,7 +125,7 @@ def test_memory_counts_only_where_an_abort_gives_it_as_its_reason():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
-def test_launchers_that_say_that_a_rank_aborted(launcher):
+def test_launchers_report_that_a_rank_aborted(launcher):
     assert mentions_abort(launcher.words) is launcher.aborted
     assert mentions_abort(f"step 1 loss 9.8\n{launcher.words}\nbye\n") is launcher.aborted
 
@@ -149,7 +149,7 @@ def test_suppressed_context_does_not_count():
         assert classify(error) == "error"
 
 
-def test_gloo_reports_a_peer_that_never_comes_as_connection():
+def test_gloo_reports_a_missing_peer_as_connection():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

@@ -135,7 +135,7 @@ def test_a_twin_is_off_by_the_same_in_every_layout(name):
     assert twin.losses[0] != pytest.approx(right()["float32"].losses[0], rel=2e-6)
 
 
-def test_of_a_few_images_through_batch_norm_nothing_can_be_told():
+def test_a_few_images_through_batch_norm_are_inconclusive():
     """Another memory format is half as far off again in a few steps, and so is what differs by rounding only."""
     few = dataclasses.replace(
         RESNET,
@@ -149,6 +149,6 @@ def test_of_a_few_images_through_batch_norm_nothing_can_be_told():
     twin = dataclasses.replace(spec, perturbation=ROUNDING["float32"])
     baseline, finalist, twin_run = train_all([spec, other, twin])
     alone = judge_gate(1, GateTrajectories(baseline=baseline, finalist=finalist), settings, few)
-    assert alone.answer == "failed", "as it was said before there were twins"
+    assert alone.answer == "failed", "the verdict without twins"
     report = judge_gate(1, GateTrajectories(baseline=baseline, finalist=finalist, twin=twin_run), settings, few)
     assert report.answer == "inconclusive" and "this workload amplifies rounding errors" in report.doubts[0]

@@ -32,7 +32,7 @@ def connected(layouts):
 
 
 @pytest.mark.slow
-def test_every_group_of_the_mesh_is_connected_with_a_sign_of_progress(tmp_path):
+def test_every_mesh_group_is_connected_and_reports_progress(tmp_path):
     for of_rank in run_ranks(connected, 4, tmp_path, list(LAYOUTS.values())):
         for name, (names, created, num_calls) in zip(LAYOUTS, of_rank, strict=True):
             assert created <= names, name

@@ -70,7 +70,7 @@ def test_matmul_precision_is_restored_even_after_an_error():
 
 
 def test_convolutions_compute_in_the_precision_of_matmuls():
-    """Torch leaves convolutions on TF32 unless told; the ways to ask agree, or asking is an error."""
+    """Torch leaves convolutions on TF32 by default; the settings agree, or reading them is an error."""
     convolutions = torch.backends.cudnn
     assert convolutions.allow_tf32
     for precision, is_short in (("highest", False), ("high", True), ("medium", True)):
@@ -142,7 +142,7 @@ def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypa
 
 
 @pytest.mark.parametrize("change", ["dtype", "format", "autocast", "none"])
-def test_what_makes_a_configuration(change):
+def test_changes_that_make_another_configuration(change):
     net, x = Net(), torch.zeros(2, 3, 8, 8)
     with KernelTuner([net], Kernels(cudnn_tuning_range=(1, 1)), CPU) as tuner:
         tuner.before_step(1)
@@ -186,7 +186,7 @@ def test_a_recompilation_is_counted_and_explained():
 
 
 @pytest.mark.exhaustive
-def test_what_was_compiled_before_is_told_apart(tmp_path, monkeypatch):
+def test_earlier_compilations_are_distinguished(tmp_path, monkeypatch):
     """Reads torch's own counters, so it fails when a torch release changes those."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -242,14 +242,14 @@ def test_converting_keeps_parameters_and_changes_strides_only():
 
 
 @pytest.fixture
-def told(monkeypatch):
+def beats_seen(monkeypatch):
     monkeypatch.setattr(kernels, "BEAT_S", 0.05)
     return []
 
 
 @pytest.fixture
-def beats(told):
-    return CompileBeats(lambda phase, **more: told.append((phase, more["step"], more.get("is_compiling", False))))
+def beats(beats_seen):
+    return CompileBeats(lambda phase, **more: beats_seen.append((phase, more["step"], more.get("is_compiling", False))))
 
 
 def slowly(graph, inputs):
@@ -257,21 +257,21 @@ def slowly(graph, inputs):
     return graph.forward
 
 
-def test_a_slow_compilation_gives_signs_of_life_until_it_is_over(told, beats):
+def test_a_slow_compilation_reports_progress_until_it_ends(beats_seen, beats):
     with beats.listening(), warnings.catch_warnings(action="ignore"):
         forget_compilations()
         beats("warmup", step=1)
         torch.compile(torch.sin, backend=slowly)(torch.ones(2))
-        assert told[0] == ("warmup", 1, False)
-        assert told[-1] == ("warmup", 1, False), "it is over"
-        assert len(told) >= 5
-        assert set(told[1:-1]) == {("warmup", 1, True)}
-        num_told = len(told)
+        assert beats_seen[0] == ("warmup", 1, False)
+        assert beats_seen[-1] == ("warmup", 1, False), "it is over"
+        assert len(beats_seen) >= 5
+        assert set(beats_seen[1:-1]) == {("warmup", 1, True)}
+        num_beats = len(beats_seen)
         time.sleep(0.3)
-        assert len(told) == num_told, "whoever does not compile is silent, so that a hang is found"
+        assert len(beats_seen) == num_beats, "without compilation it is silent, so that a hang is found"
 
 
-def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, beats, monkeypatch):
+def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(beats_seen, beats, monkeypatch):
     """A class of Triton's interface stands in: its kernels run on GPUs only."""
 
     class CachingAutotuner:
@@ -285,14 +285,14 @@ def test_kernels_that_triton_tunes_when_they_first_run_count_as_compiling(told, 
     torch._dynamo.reset()
     with beats.listening(), warnings.catch_warnings(action="ignore"):
         torch.compile(torch.sin, backend="eager")(torch.ones(2))
-        told.clear()
+        beats_seen.clear()
         assert CachingAutotuner().autotune_to_one_config(0.3) == "best"
-    assert [is_compiling for _, _, is_compiling in told][:3] == [True, True, True]
-    assert not told[-1][2]
+    assert [is_compiling for _, _, is_compiling in beats_seen][:3] == [True, True, True]
+    assert not beats_seen[-1][2]
     assert CachingAutotuner.autotune_to_one_config is own
 
 
-def test_what_is_wrapped_of_triton_is_there():
+def test_the_wrapped_triton_methods_exist():
     """Both methods, by the names of the installed torch."""
     heuristics = pytest.importorskip(kernels._TRITON)
     assert all(hasattr(heuristics.CachingAutotuner, name) for name in kernels._TUNINGS)

@@ -63,7 +63,7 @@ def trained(spec):
 
 @functools.cache
 def one_by_one(workload=VARYING):
-    """Every sample in a micro-batch of its own, so that nothing is padded, packed or masked."""
+    """Every sample in a separate micro-batch, so that nothing is padded, packed or masked."""
     return trained(trial(workload=workload, num_microbatches=8))
 
 

@@ -140,7 +140,7 @@ def test_steps_that_tune_kernels_are_warm_up(monkeypatch):
     assert found.num_configurations > 11 and "before step" not in found.note
 
 
-def test_a_peak_can_be_forgotten_but_not_what_is_in_use():
+def test_a_peak_can_be_reset_but_not_the_memory_in_use():
     memory = PeakMemory(torch.device("cpu"))
     kept, passing = torch.ones(16 << 20), torch.ones(64 << 20)
     assert memory.peaks().allocated > 0.9 * (kept.nbytes + passing.nbytes)
@@ -149,7 +149,7 @@ def test_a_peak_can_be_forgotten_but_not_what_is_in_use():
     assert 0.5 * kept.nbytes < memory.peaks().allocated < 2 * kept.nbytes
 
 
-def test_memory_freed_before_is_no_gift_to_the_candidate():
+def test_memory_freed_earlier_does_not_reduce_the_peak():
     """Freed pieces that the C library keeps as one whole would take a tensor without any growth."""
     pieces = [torch.ones(16 << 10) for _ in range(1 << 10)]  # 64 KiB each: of the heap, not mapped one by one
     fence = torch.ones(1 << 10)  # the heap's end cannot be given back by itself
@@ -160,7 +160,7 @@ def test_memory_freed_before_is_no_gift_to_the_candidate():
     del fence
 
 
-def test_pages_of_files_are_no_memory_of_the_model(tmp_path):
+def test_file_pages_do_not_count_as_model_memory(tmp_path):
     """Code that is touched first and data that is mapped are the same whatever the candidate."""
     file = tmp_path / "data"
     file.write_bytes(bytes(64 << 20))
@@ -205,7 +205,7 @@ class Queue:
 
 
 class LateMark:
-    """An event: nobody can read it before the device has come to it."""
+    """An event: it cannot be read before the device has reached it."""
 
     def __init__(self, device):
         self.device = device
@@ -304,7 +304,7 @@ def test_a_loader_that_keeps_up_costs_nothing(monkeypatch):
     assert device.waits == [True] * 6 + [False]
 
 
-def test_what_a_slow_loader_makes_the_device_wait_is_time_for_data(monkeypatch):
+def test_time_that_the_device_waits_for_a_slow_loader_is_data_time(monkeypatch):
     recording, _, _ = measure(monkeypatch, load_s=1.2)
     # The host takes 1.2 s to load and 0.1 s to launch; so often there is a step of 1.0 s, and the copy before it.
     assert recording.step_times_s == pytest.approx([1.3] * 4)
@@ -321,7 +321,7 @@ def test_steps_end_where_the_gang_has_agreed(monkeypatch):
     assert training.num_steps == len(recording.results) == 12
 
 
-def test_a_loss_that_is_no_number_is_found_a_step_late(monkeypatch):
+def test_a_nan_loss_is_found_one_step_late(monkeypatch):
     with pytest.raises(steps.NonFiniteLoss, match="step 3: loss is nan"):
         measure(monkeypatch, load_s=0.1, losses=(2.0, 2.0, float("nan"), 2.0))
     torch.distributed.destroy_process_group()  # after an error the runner leaves it to the end of the process

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 ALONE = mesh.RankIdentity()
 
 
-def test_leaving_has_a_deadline_of_its_own(monkeypatch, capfd):
+def test_leaving_has_a_separate_deadline(monkeypatch, capfd):
     """A destruction that hangs, as NCCL's sometimes does, costs no finished result."""
     go_on = threading.Event()
     destroy = dist.destroy_process_group
@@ -36,18 +36,18 @@ def test_leaving_has_a_deadline_of_its_own(monkeypatch, capfd):
         time.sleep(0.01)
 
 
-def test_whoever_has_the_result_told_first_leaves_last(monkeypatch):
+def test_the_reporting_rank_leaves_last(monkeypatch):
     monkeypatch.setenv(mesh.LEAVES_LAST_VARIABLE, "1")
     monkeypatch.setenv(mesh.COLLECTIVE_TIMEOUT_VARIABLE, "3000")
     with mesh.process_group(ALONE, CPU):
         pass
-    assert dist.is_initialized(), "the report is still to be told"
+    assert dist.is_initialized(), "the report is not sent yet"
     assert mesh.leave_gang(ends_process=True)
     assert not dist.is_initialized()
     assert mesh.leave_gang(), "there is nothing to leave any more"
 
 
-def test_a_process_that_ends_leaves_all_backends_but_gloo_to_that():
+def test_an_ending_process_destroys_only_gloo_groups():
     """NCCL's destruction waits for all ranks, and the driver frees what the process had. torch's own stand-in for a
     backend is no gloo either."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -69,7 +69,7 @@ class Options(dist.ProcessGroupGloo._Options):
 
 
 def groups_of(layout, backend):
-    """Timeouts in s of the hurried options made, which axes have a group of their own, and what they sum up."""
+    """Timeouts in s of the hurried options made, which axes have a separate group, and what they sum up."""
     os.environ[mesh.COLLECTIVE_TIMEOUT_VARIABLE] = "77"
     dist.get_backend = lambda *_: backend
     dist.ProcessGroupNCCL = SimpleNamespace(Options=Options)
@@ -87,7 +87,7 @@ def groups_of(layout, backend):
     ("layout", "backend", "num_hurried"),
     [(Layout(tp=2), "nccl", 1), (Layout(dp_replicate=2), "nccl", 0), (Layout(cp=2, tp=2), "nccl", 2)],
 )
-def test_collectives_that_matmuls_are_to_hide_go_first(layout, backend, num_hurried, tmp_path):
+def test_collectives_hidden_by_matmuls_have_priority(layout, backend, num_hurried, tmp_path):
     """The groups of tp and cp are NCCL's with streams of high priority, and wait as long as the gang."""
     for given, own, total in run_ranks(groups_of, layout.world_size, tmp_path, layout, backend):
         assert given == [77.0] * num_hurried
@@ -95,7 +95,7 @@ def test_collectives_that_matmuls_are_to_hide_go_first(layout, backend, num_hurr
         assert total == layout.world_size
 
 
-def test_a_torch_that_cannot_be_told_of_priorities_makes_plain_groups(monkeypatch):
+def test_a_torch_without_group_priorities_makes_plain_groups(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(mesh, "init_device_mesh", lambda device_type, mesh_shape, *, mesh_dim_names: mesh_dim_names)
     assert mesh.build_mesh(Layout(tp=2), CPU) == ("tp",)

@@ -54,7 +54,7 @@ def trained(offload, **knobs):
     return part, loss.detach()
 
 
-def test_all_layers_but_the_last_move_what_they_keep_and_train_the_same():
+def test_all_layers_but_the_last_offload_activations_and_train_the_same():
     moved, loss = trained(ON)
     kept, expected = trained(Offload())
     assert loss == expected
@@ -209,7 +209,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=LossScale())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(dtype, monkeypatch):
+def test_updates_match_the_device_even_for_tensors_split_into_groups(dtype, monkeypatch):
     monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 100)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(30, 7, generator=generator, dtype=dtype), torch.randn(8, generator=generator, dtype=dtype)]
@@ -227,19 +227,19 @@ def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(dtype, 
         assert torch.equal(one, other)
 
 
-def test_states_are_made_in_host_memory_and_so_is_what_updates_need(monkeypatch):
-    """Devices apart, as a CPU has only one: whatever is allocated beyond what the model has asks for host memory."""
-    asked = []
-    monkeypatch.setattr(host, "allocating", lambda: asked.append(1) or torch.no_grad())
+def test_states_and_update_buffers_are_allocated_in_host_memory(monkeypatch):
+    """Devices apart, as a CPU has only one: every allocation beyond the model's own is a request for host memory."""
+    requested = []
+    monkeypatch.setattr(host, "allocating", lambda: requested.append(1) or torch.no_grad())
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = HostAdamW([HeldParameter(parameter)], CPU, lr=1e-2)
     parameter.grad = torch.ones(4)
     optimizer.step()
     (state,) = optimizer.states
-    assert state.is_copy and state.master.data_ptr() != parameter.data_ptr() and asked
+    assert state.is_copy and state.master.data_ptr() != parameter.data_ptr() and requested
 
 
-def test_counts_of_steps_are_in_host_memory_where_no_kernel_reads_them(monkeypatch):
+def test_step_counts_are_in_host_memory_unless_kernels_read_them(monkeypatch):
     """Without a fused kernel they are read on the host, which would wait for the device once per tensor and step."""
     for is_fused, where in ((True, "meta"), (False, "cpu")):
         monkeypatch.setattr(adamw, "has_fused_adamw", lambda _device, fused=is_fused: fused)
@@ -255,12 +255,12 @@ def test_steps_after_the_first_need_no_new_memory(monkeypatch):
     optimizer.step()
     made = []
     for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, _told(getattr(torch, name), made))
+        monkeypatch.setattr(torch, name, _as_dict(getattr(torch, name), made))
     optimizer.step()
     assert made and {tensor.device.type for tensor in made} == {"meta"}
 
 
-def _told(make, made):
+def _as_dict(make, made):
     def run(*args, **options):
         made.append(make(*args, **options))
         return made[-1]
@@ -274,7 +274,7 @@ def _told(make, made):
     [("single, fp32", Precision(), 8, 12), ("single, O2 bf16", O2, 12, 12), ("ZeRO-1 x2", O2, 6, 6)],
 )
 def test_the_device_holds_no_states(name, precision, device_bytes, host_bytes):
-    """Per parameter: AdamW's two states and, beside 16-bit weights, fp32 ones; on the host always fp32 ones."""
+    """Per parameter: AdamW's two states and, with 16-bit weights, fp32 ones; on the host always fp32 ones."""
     base = FAMILIES[name]
     kept, moved = (
         simulated(dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, **knobs)))
@@ -283,14 +283,14 @@ def test_the_device_holds_no_states(name, precision, device_bytes, host_bytes):
     place = "forward/1/0.0 last-0"
     fallen = kept.peaks[place].total_bytes - moved.peaks[place].total_bytes
     assert fallen == pytest.approx(device_bytes * kept.num_parameters, rel=0.02)
-    # Beside the states there are two groups of gradients on the way, and new weights in 16 bits.
+    # In addition to the states there are two groups of gradients on the way, and new weights in 16 bits.
     least = host_bytes * kept.num_parameters
     assert least <= moved.host_bytes <= least + 10 * kept.num_parameters
 
 
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.representative("True")
-def test_what_device_and_host_hold_is_what_a_real_rank_holds(activations):
+def test_device_and_host_memory_match_a_real_rank(activations):
     """On a CPU both are one; also with activations in host memory."""
     base = FAMILIES["single, O2 bf16"]
     offload = Offload(optimizer=True, activations=activations)
@@ -325,7 +325,7 @@ def watch(monkeypatch):
 
     def cut(size):
         with offload.allocating():
-            return torch.empty(size, dtype=torch.uint8)  # races are told apart by storage
+            return torch.empty(size, dtype=torch.uint8)  # races are distinguished by storage
 
     monkeypatch.setattr(memory, "_cut", cut)
     for module in ("trials.offload", "trials.training.optimizer"):
@@ -354,7 +354,7 @@ class Layers:
 
 
 @pytest.mark.parametrize("precision", [Precision(), O1], ids=["O0", "O1"])
-def test_activations_are_touched_by_one_queue_at_a_time(watch, precision):
+def test_activations_are_accessed_by_one_queue_at_a_time(watch, precision):
     layers = Layers(precision)
     layers.run(watch)
     _, out, back = watch.streams
@@ -383,7 +383,7 @@ LAYER_WAITS = {
 
 
 @pytest.mark.parametrize("wait", LAYER_WAITS)
-def test_a_wait_that_activations_lack_is_seen(watch, monkeypatch, wait):
+def test_a_missing_wait_for_activations_is_detected(watch, monkeypatch, wait):
     layers = Layers(Precision())
     call = next(iter(layers.part.model.layers.values()))._compiled_call_impl
     LAYER_WAITS[wait](monkeypatch, next(one for one in call.args if hasattr(one, "out")))
@@ -391,7 +391,7 @@ def test_a_wait_that_activations_lack_is_seen(watch, monkeypatch, wait):
         layers.run(watch)
 
 
-def test_host_memory_serves_again_once_nobody_is_at_it(watch, monkeypatch):
+def test_host_memory_is_reused_once_no_stream_uses_it(watch, monkeypatch):
     here = torch.ones(4)
 
     def use_twice():
@@ -424,13 +424,13 @@ class Update:
         with watch:
             for _ in range(3):
                 for one in self.parameters:
-                    one.grad = one.detach().t() * 2  # laid out otherwise: cut from a copy of its own
+                    one.grad = one.detach().t() * 2  # laid out otherwise: cut from a separate copy
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_touched_by_one_queue_at_a_time(watch, monkeypatch, dtype):
+def test_states_are_accessed_by_one_queue_at_a_time(watch, monkeypatch, dtype):
     update = Update(monkeypatch, dtype)
     update.run(watch)
     _, out, back = watch.streams
@@ -438,7 +438,7 @@ def test_states_are_touched_by_one_queue_at_a_time(watch, monkeypatch, dtype):
 
 
 def test_gradients_go_out_while_weights_come_back(watch, monkeypatch):
-    """In a step of five groups what goes out knows of one that came back: the host needed its buffer again."""
+    """In a step of five groups what goes out has waited for one that came back: the host needed its buffer again."""
     update = Update(monkeypatch, torch.bfloat16)
     update.run(watch)
     _, out, back = watch.streams
@@ -461,7 +461,7 @@ def _restart_only(buffers):
 
 
 @pytest.mark.parametrize("wait", UPDATE_WAITS)
-def test_a_wait_that_the_update_lacks_is_seen(watch, monkeypatch, wait):
+def test_a_missing_wait_for_the_update_is_detected(watch, monkeypatch, wait):
     update = Update(monkeypatch, torch.bfloat16)
     UPDATE_WAITS[wait](monkeypatch, update.optimizer)
     with pytest.raises(StreamRaceError):

@@ -46,12 +46,12 @@ def folder(tmp_path, monkeypatch):
         ("trials:build", "must not be called 'trials'; rename the file"),
     ],
 )
-def test_what_cannot_be_imported_is_named_with_its_place(name, words, folder):
+def test_import_errors_name_their_place(name, words, folder):
     with pytest.raises(InfeasibleSpec, match=words):
         load_function(name, str(folder))
 
 
-def test_a_function_that_raises_is_named_with_its_line(folder):
+def test_errors_of_a_user_function_name_its_line(folder):
     with pytest.raises(InfeasibleSpec, match=r"ZeroDivisionError: division by zero \(fine_module\.py, line 2\)"):
         call_function("fine_module:build", str(folder))
 
@@ -105,7 +105,7 @@ def test_only_a_head_whose_outputs_are_the_logits_computes_the_loss(model_type, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["{}", json.dumps({"model_type": "vit"}), json.dumps({"model_type": "no-such"})])
-def test_a_configuration_of_no_decoder_is_refused(text):
+def test_a_configuration_that_is_not_a_decoder_is_refused(text):
     model = dataclasses.replace(decoder("llama"), config=text)
     with pytest.raises(InfeasibleSpec, match="transformers cannot build a decoder"):
         count(CountRequest(model=model, data=TextData(), seq_length=16))
@@ -125,7 +125,7 @@ def test_a_module_that_works_between_its_parts_cannot_be_cut():
     assert "its forward does more than the modules in workload.before, layers and after" in str(facts.no_pipeline)
 
 
-def test_why_a_module_cannot_be_split():
+def test_reasons_why_a_module_cannot_be_split():
     tied, encoder = own_modules.tied(), own_modules.build()
     assert "before and after share weights" in str(pipeline_problem(tied, "layers", ("table",), ("out",)))
     assert "set workload.before and .after" in str(pipeline_problem(encoder, "encoder.blocks", None, ()))
@@ -138,7 +138,7 @@ def test_why_a_module_cannot_be_split():
     assert "shares its weights" in str(plan_problem(tied, [("out", "colwise")]))
 
 
-def test_legality_tells_what_was_found_out():
+def test_legality_reports_the_facts_of_the_module():
     facts = dataclasses.replace(ENCODER.facts, no_pipeline="nobody told", no_tensor_parallel="no plan")
     model = dataclasses.replace(ENCODER, facts=facts)
     workload = Workload(model=model, data=DATA, seq_length=1, global_batch_size=8)
@@ -175,7 +175,7 @@ def test_ranks_read_the_rows_of_one_global_batch():
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "samples cannot be combined into a batch"),
     ],
 )
-def test_samples_that_make_no_batch_are_named(samples, words):
+def test_samples_that_cannot_be_batched_are_named(samples, words):
     batches = UserBatches(samples, Share(global_batch_size=8), origin="my:data")
     with pytest.raises(DataError, match=words):
         for step in range(4):
@@ -195,7 +195,7 @@ def built(model, perturbation=0.0, dtype=torch.float32, **changes):
     return found
 
 
-def test_perturbed_weights_differ_from_the_others_by_that_much():
+def test_perturbed_weights_differ_by_the_given_amount():
     plain, again, twin = built(ENCODER), built(ENCODER), built(ENCODER, 1e-3)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
     off = max(float(((a - b).abs() / b.abs().clamp_min(1e-12)).max()) for a, b in _weights(plain, twin))
@@ -207,7 +207,7 @@ def _weights(one, other):
     return [(a.detach(), b.detach()) for a, b in pairs if bool(b.abs().min() > 0)]
 
 
-def test_values_are_those_that_the_module_gives_itself(monkeypatch):
+def test_initial_values_are_those_set_by_the_module(monkeypatch):
     """Drawn one tensor at a time: constants and tables are equal, random ones are alike, ties stay."""
 
     class Many(nn.Module):
@@ -238,7 +238,7 @@ def test_values_are_those_that_the_module_gives_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("reads", ["a value", "a file", "a generator", "a closure"])
-def test_a_module_whose_values_cannot_be_computed_later_is_built_with_them(reads, monkeypatch, tmp_path):
+def test_a_module_whose_values_cannot_be_computed_later_is_built_eagerly(reads, monkeypatch, tmp_path):
     torch.save(torch.full((3,), 5.0), tmp_path / "weights.pt")
     kept = []
 

@@ -234,7 +234,7 @@ def test_trials_report_the_operators_that_they_fused():
     assert results(1, few=True)["llama/one"].findings.fused == ()
 
 
-def test_tensors_of_a_trial_are_those_that_a_dry_run_counts(tmp_path):
+def test_a_dry_run_counts_the_tensors_of_the_trial(tmp_path):
     """The built-in decoder, a module of the user's and one of transformers, within 10%."""
     ours = dataclasses.replace(FAMILIES["single, fp32"], protocol=PROTOCOL)
     specs = {"built-in": ours} | {case: spec_of(case) for case in ("encoder/one", "llama/one")}

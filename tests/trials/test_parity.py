@@ -66,6 +66,12 @@ SHORT_FP8 = {
     "1f1b": Layout(pp=2, stage_layers=((2, 1),)),
 }
 """Layouts of O2-fp8, whose number formats are those of O2 and whose matmuls are those of O1-fp8."""
+GATHERED_FP8 = {
+    "zero3": (Layout(dp_shard=2, zero_stage=3), "O2-fp8"),
+    "zero2-1f1b": (Layout(pp=2, stage_layers=((2, 1),), dp_shard=2, zero_stage=2), "O1-fp8"),
+    "zero3-ring": (Layout(cp=2, cp_method="ring", dp_shard=2, zero_stage=3), "O1-fp8"),
+}
+"""Layouts whose weights FSDP gathers in 8-bit floats, and their precision."""
 KEPT = {
     "ddp": Layout(dp_replicate=2),
     "zero1": Layout(dp_shard=2, zero_stage=1),
@@ -135,8 +141,7 @@ def matrix():
     for layout_name in ("ddp", "zero3"):
         spec = spec_of({**NEUTRAL, "dp": layout_name, "batches": "m2"})
         specs[f"{layout_name}/m2/O0/model-aot"] = changed(spec, kernels=Kernels(compile="model", backend="aot_eager"))
-    for name, level in (("zero3", "O2-fp8"), ("zero2", "O1-fp8")):
-        layout = Layout(dp_shard=2, zero_stage=int(name[-1]))
+    for name, (layout, level) in GATHERED_FP8.items():
         precision = Precision(level=level, dtype="bfloat16", fp8_gather=True)
         spec = tiny_spec(layout, workload=WIDE, num_microbatches=2, precision=precision)
         specs[f"{name}/{level}-gather"] = dataclasses.replace(spec, protocol=THREE_STEPS)

@@ -1,4 +1,4 @@
-"""Where stages lie, and what a pipeline's ranks report."""
+"""Placement of stages, and what a pipeline's ranks report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_coordinates_are_those_of_a_row_major_mesh(degrees):
     assert {readers.count(part) for part in range(layout.dp)} == {layout.world_size // layout.dp}
 
 
-def test_findings_of_a_ranks_chunks_are_added_up():
+def test_findings_of_the_chunks_of_a_rank_are_added():
     effect = PatternEffect(pattern="a", num_matches=2, saved_bytes=10, recompute_s=0.5)
     other = dataclasses.replace(effect, pattern="b")
     doubled = PatternEffect(pattern="a", num_matches=4, saved_bytes=20, recompute_s=1.0)

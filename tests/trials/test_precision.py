@@ -50,7 +50,7 @@ FLAGS = st.lists(st.booleans(), max_size=60)
 
 
 def run_lengths_scale(config, flags):
-    """The schedule said another way: count complete intervals within runs of equal flags."""
+    """The schedule in another formulation: count complete intervals within runs of equal flags."""
     scale, start = config.initial, 0
     while start < len(flags):
         end = start
@@ -267,7 +267,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("zero_stage", "num_alive"), [(2, 4), (3, 0)])
-def test_no_copies_of_gathered_weights_outlive_their_use(zero_stage, num_alive):
+def test_copies_of_gathered_weights_do_not_outlive_their_use(zero_stage, num_alive):
     """Saved tensors are dropped, as by recompute: what remains is in autocast's cache."""
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     candidate = candidate_at(O1, Layout(dp_shard=2, zero_stage=zero_stage))
@@ -303,7 +303,7 @@ def test_a_layer_computed_again_sees_the_same_lists(precision, recompute):
     assert counts == plain_counts
 
 
-def test_names_never_met_are_told(caplog):
+def test_unmatched_operator_names_are_reported(caplog):
     model, meter = build(dataclasses.replace(O1, white=("linaer", "mul")))
     assert meter.casts(1)[0] == OperatorCast(name="linaer", list="white", num_calls=0)
     caplog.clear()
@@ -317,7 +317,7 @@ def test_names_never_met_are_told(caplog):
     assert {cast.num_calls for cast in meter.casts(1)} == {0}
 
 
-def test_no_lists_change_nothing():
+def test_without_lists_nothing_changes():
     model, meter = build(O1)
     assert "forward" not in vars(model) and meter.casts(1) == ()
 
@@ -529,14 +529,14 @@ def test_devices_without_8_bit_matmuls_are_refused(capability, hip, architecture
         check_float8(FLOAT8, torch.device("cuda", 0))
 
 
-def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch):
+def test_a_missing_package_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(InfeasibleSpec, match=r"requires the package torchao: pip install 'tune-cluster\[fp8\]'"):
         check_float8(FLOAT8, CPU)
 
 
 @pytest.mark.exhaustive
-def test_the_package_says_nothing_when_it_is_imported():
+def test_the_package_is_silent_when_imported():
     code = "from trials.precision import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
@@ -559,7 +559,7 @@ def spied(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_torchs_own_by_the_fused_kernel_in_bounded_memory(dtype, monkeypatch):
+def test_updates_match_torch_with_the_fused_kernel_in_bounded_memory(dtype, monkeypatch):
     monkeypatch.setattr(adamw, "WORKSPACE_BYTES", WORKSPACE_BYTES)
     calls = spied(monkeypatch)
     generator = torch.Generator().manual_seed(0)

@@ -29,12 +29,12 @@ def test_latency_and_bandwidth_are_found_again(latency_s, s_per_byte):
 
 
 @given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=len(SIZES)))
-def test_whatever_the_times_both_are_above_zero(times_s):
+def test_latency_and_bandwidth_are_positive_for_any_times(times_s):
     times = tuple(MessageTime(num_bytes=n, time_s=t) for n, t in zip(SIZES, times_s, strict=False))
     assert min(fit_line(times)) > 0
 
 
-def test_the_bus_bandwidth_of_an_all_reduce_is_that_of_a_rank_s_links():
+def test_the_bus_bandwidth_of_an_all_reduce_is_that_of_the_links_of_a_rank():
     """Eight ranks in a ring send 7/4 of the message each, so a message of 8e9 bytes moves 14e9."""
     link = Link(world_size=8, times=line(1e-5, 1 / 8e9))
     assert link.bus_bytes_per_s == pytest.approx(14e9, rel=1e-3)
@@ -51,7 +51,7 @@ def test_neighbours_are_mutual_and_on_other_nodes(per_node, num_nodes):
     assert all(any(peer is not None for peer in neighbours_of(rank, per_node, num_nodes)) for rank in ranks)
 
 
-def test_who_names_a_device_has_no_other_looked_at(monkeypatch):
+def test_a_named_device_is_the_only_one_probed(monkeypatch):
     looks = []
     monkeypatch.setattr(probe, "installed_kind", lambda: looks.append(1) or "cpu")
     monkeypatch.setattr(sys, "argv", ["worker", "--device", "toaster"])

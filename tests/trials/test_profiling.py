@@ -55,7 +55,7 @@ def cells(intervals):
 
 
 @given(INTERVALS, INTERVALS)
-def test_algebra_is_that_of_sets_of_points(one, other):
+def test_interval_algebra_matches_sets_of_points(one, other):
     left, right = union(one), union(other)
     assert cells(left) == cells(one)
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(left))
@@ -133,7 +133,7 @@ def launched(name, start_us, end_us, external_id):
     return {**event(name, "kernel", start_us, end_us, tid=7), "args": {"External id": external_id}}
 
 
-def test_an_operators_own_time_leaves_out_what_it_calls_on_its_thread():
+def test_the_self_time_of_an_operator_excludes_its_calls_on_the_same_thread():
     found = top_operators(
         [
             call("aten::linear", 0, 50),
@@ -209,7 +209,7 @@ def test_operators_have_the_least_work_of_their_inputs():
     }
 
 
-def test_a_list_of_operators_has_an_end():
+def test_a_list_of_operators_is_bounded():
     assert len(top_operators([call(f"aten::op{i}", i, i + 1) for i in range(99)], PROFILE_TRACE_STEPS)) == MAX_OPERATORS
 
 
@@ -271,7 +271,7 @@ def test_different_tensors_and_different_passes_are_no_repetition():
     assert problems(flow) == []
 
 
-def test_there_and_back_again_is_flagged_only_without_computation_between_and_on_one_group():
+def test_round_trips_are_flagged_only_without_computation_between_and_on_one_group():
     flow = Flow()
     collective(flow, "reduce_scatter", "x", "shard")
     flow.move("wait_tensor", (), [("shard", 4)], [("shard", 4)])
@@ -361,7 +361,7 @@ def run(spec, tmp_path):
 
 
 class Folder:
-    """Tells the folder to a rank of a gang, which was forked from a server with an environment of its own."""
+    """Passes the folder to a rank of a gang, which was forked from a server with another environment."""
 
     def __init__(self, path):
         self._path = path
@@ -467,14 +467,14 @@ def test_the_run_is_as_long_as_the_profile_needs(start, stop, communication, tot
     assert protocol.max_warmup_steps + protocol.max_steps == total
 
 
-def test_one_rank_of_every_stage_is_recorded_unless_others_are_asked_for():
+def test_one_rank_of_every_stage_is_recorded_by_default():
     layout = Layout(pp=2, dp_replicate=2, tp=2, stage_layers=((1, 1),))
     assert profiled_ranks(ProfileSpec(), layout) == (0, 4)
     assert profiled_ranks(ProfileSpec(ranks=(5, 1, 99)), layout) == (1, 5)
     assert profiled_ranks(ProfileSpec(ranks=(99,)), layout) == (0, 4)
 
 
-def test_the_same_tensor_gathered_twice_is_known_through_copies_and_views():
+def test_a_tensor_gathered_twice_is_recognised_through_copies_and_views():
     flow = Flow()
     for copy in ("first", "second"):
         flow.move("transpose", (0, 1), [("x", 4)], [("t", 4)])

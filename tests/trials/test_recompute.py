@@ -1,4 +1,4 @@
-"""Recompute, full and selective: exact, frees what it says, keeps nothing afterwards."""
+"""Recompute, full and selective: exact, frees what it reports, keeps nothing afterwards."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ PATTERNS = [
 
 @pytest.mark.representative("feed_forward")
 @pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
-def test_equal_to_the_bit_and_saves_what_it_says(patterns):
+def test_equal_to_the_bit_and_saves_the_reported_memory(patterns):
     selective = train(select(*patterns))
     assert equal(selective.values, plain().values)
     saved_bytes = sum(effect.saved_bytes for effect in selective.effects)
@@ -235,14 +235,14 @@ def test_only_the_first_layers_and_none_recomputed_in_full():
         (r"attention\..*view|attention\.unflatten", "saves nothing"),
     ],
 )
-def test_patterns_without_effect_are_told(pattern, words, caplog):
+def test_patterns_without_effect_are_reported(pattern, words, caplog):
     run = train(select(pattern))
     (effect,) = run.effects
     assert effect.saved_bytes == 0
     assert (effect.num_matches == 0) == ("matches nothing" in words)
     assert train(select(pattern, num_layers=0)).effects[0].num_matches == 0
-    told = [record.message for record in caplog.records if repr(pattern) in record.message]
-    assert len(told) == 1 and words in told[0]  # nothing of where it applies to no layer
+    warnings_logged = [record.message for record in caplog.records if repr(pattern) in record.message]
+    assert len(warnings_logged) == 1 and words in warnings_logged[0]  # nothing of where it applies to no layer
 
 
 class Layer(nn.Module):
@@ -292,12 +292,12 @@ kept = []
 
 @pytest.mark.parametrize("function", [_writes_over_it, _keeps_it_elsewhere, _several_outputs])
 @pytest.mark.parametrize("pattern", [".*", "silu|sort", "sort|mul|chunk", "exp|tanh|cat"])
-def test_awkward_functions_stay_exact(function, pattern):
+def test_unusual_functions_stay_exact(function, pattern):
     kept.clear()
     assert equal(outcome(function, pattern)[0], outcome(function, None)[0])
 
 
-def test_bytes_that_something_else_keeps_do_not_count():
+def test_bytes_kept_elsewhere_do_not_count():
     kept.clear()
     assert outcome(_keeps_it_elsewhere, "silu")[1].saved_bytes == 0
     kept.clear()

@@ -53,7 +53,7 @@ LAYOUTS = {
 
 
 def _check_rank(pipe):
-    """In a process of its own: torch keeps the coordinates of meshes, which differ between ranks only by who asks."""
+    """In a separate process: torch keeps the coordinates of meshes, which differ only by the calling rank."""
     rank = int(os.environ["RANK"])
     found = {}
     for name, layout in LAYOUTS.items():
@@ -156,7 +156,7 @@ def whole_draws(name, size, **options):
     return normal(name, size, (0,) * len(size), size, **options)
 
 
-def test_words_are_those_of_the_published_generator():
+def test_integers_match_the_published_generator():
     first_five = [splitmix64((1234567 + n * 0x9E3779B97F4A7C15) & MASK) for n in range(5)]
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert first_five == [*published, 16408922859458223821]
@@ -171,7 +171,7 @@ def test_words_are_those_of_the_published_generator():
 @given(
     size=st.lists(st.integers(1, 9), max_size=4), seed=st.integers(0, 2**63), words=st.integers(1, 40), data=st.data()
 )
-def test_a_part_is_that_part_of_the_whole(size, seed, words, data):
+def test_a_slice_equals_that_slice_of_the_whole(size, seed, words, data):
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in size]
     start, shape = tuple(low for low, _ in ends), tuple(high - low for low, high in ends)
     name = f"{seed}"
@@ -226,7 +226,7 @@ def test_tensors_rows_and_neighbours_are_independent():
     assert max(map(abs, correlations)) < bound * 1.1, correlations
 
 
-def test_indices_are_no_32_bit_numbers():
+def test_indices_exceed_32_bits():
     size = (1 << 20, 1 << 13)
     part, other = (normal("huge", size, (row, 0), (2, 1 << 13)) for row in ((1 << 20) - 2, (1 << 19) - 2))
     assert part.std() > 0.9 and not torch.equal(part, other)

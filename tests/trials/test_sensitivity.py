@@ -120,7 +120,7 @@ def test_the_gradient_norm_catches(bug, tmp_path):
     assert differences(wrong, baseline())[1] > 1e-4  # ten times the limit
 
 
-def test_the_loss_alone_is_blind_to_gradients_of_the_wrong_size(tmp_path):
+def test_the_loss_alone_misses_gradients_of_the_wrong_size(tmp_path):
     (wrong,) = run_gang([tiny_spec()], tmp_path, before=_gradients_times_four)
     loss, norm = differences(wrong, baseline())
     assert loss < 1e-4 and norm == pytest.approx(3.0, rel=1e-3)

@@ -73,7 +73,7 @@ def test_flops_match_what_torch_counts():
 
 @pytest.mark.parametrize(("depth", "size"), [(18, 224), (50, 224), (50, 75)])
 def test_resnet_figures_match_the_model(depth, size):
-    """Torch leaves out the gradient of the image, which nobody needs."""
+    """Torch leaves out the unneeded gradient of the image."""
     from torch.utils.flop_counter import FlopCounterMode
 
     shape = ResNetModel(depth=depth, image_size=size)
@@ -195,6 +195,6 @@ def test_odd_sequences_are_fine_without_sequence_parallel():
     check(tiny_spec(Layout(tp=2), workload=ODD_LENGTH))
 
 
-def test_planning_can_ask_without_importing_torch():
+def test_planning_computes_sizes_without_importing_torch():
     code = "import sys, trials.legality, trials.sizes, trials.failure; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

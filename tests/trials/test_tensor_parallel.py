@@ -106,15 +106,15 @@ def _unfinished_gather():
     return torch.equal(first, wanted) and torch.equal(again, wanted) and torch.equal(x.grad, torch.full_like(x, 4.0))
 
 
-def test_a_used_up_start_starts_over(tmp_path):
+def test_an_exhausted_start_starts_over(tmp_path):
     assert run_ranks(_unfinished_gather, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.parametrize("layout", [TP, SP], ids=["tp", "sp"])
 def test_gradients_of_weights_hide_the_sums_of_gradients_of_inputs(layout, tmp_path):
     """In the backward pass each sum of a projection's input gradient is awaited after another matmul has begun; under
-    sequence parallelism the gathers that leave sub-layers have nothing to hide behind. What a projection has made is
-    summed where it lies."""
+    sequence parallelism the gathers that leave sub-layers have nothing to hide behind. The output of a projection is
+    summed in place."""
     sums_only = [True] * (2 * len(LAYERS.layer_ids))
     expected = sums_only if layout is TP else [hidden for _ in sums_only for hidden in (False, True)]
     for forward, backward, in_place in run_ranks(orders, 2, tmp_path, [layout])[0]:

@@ -1,4 +1,4 @@
-"""What the tracker of memory counts, and each place where torch is told that the world is not real."""
+"""What the tracker of memory counts, and each place where torch is patched for a simulated world."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def world():
         yield
 
 
-def test_storages_count_once_and_until_their_end(tracker):
+def test_storages_count_once_until_freed(tracker):
     tracker.place = "a"
     first = torch.empty(KIB, dtype=torch.uint8)
     view = first.view(2, -1)[1]
@@ -97,7 +97,7 @@ def test_collectives_are_counted_by_their_larger_side(world, tracker):
     assert tracker.live_bytes["communication"] == 36 * KIB
 
 
-def test_resizing_a_storage_is_seen(tracker):
+def test_resizing_a_storage_is_tracked(tracker):
     before = torch.UntypedStorage.resize_
     with fake.tracked_resizes(tracker):
         gathered = torch.empty(KIB)
@@ -155,7 +155,7 @@ def test_fused_norm_keeps_its_input_and_one_number_per_row(tracker):
     assert x.grad is not None and weight.grad is not None and weight.grad.shape == (256,)
 
 
-def test_what_was_replaced_comes_back():
+def test_patched_functions_are_restored():
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
@@ -165,7 +165,7 @@ def test_what_was_replaced_comes_back():
     assert (_PipelineSchedule._warmup_p2p, schedules._batch_p2p) == before
 
 
-def test_what_is_sent_lives_until_it_is_waited_for(world, tracker):
+def test_a_sent_tensor_lives_until_the_wait(world, tracker):
     from torch.distributed.pipelining import schedules
 
     with held_sends():

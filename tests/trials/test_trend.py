@@ -52,6 +52,6 @@ def test_the_end_of_the_trial_is_its_figure_everywhere(factor):
     assert estimate.ci95.low == pytest.approx(512 / median(times_s[-3:]).ci95.high)
 
 
-def test_a_tail_of_warming_up_leaves_all_steps_in():
+def test_a_warmup_tail_keeps_all_steps():
     found = measured(step_times_s=(0.15, 0.12, 0.105, 0.1001, 0.1, 0.0999, 0.1, 0.1002, 0.1)).measurement
     assert found.trend is None and len(found.counted_step_times_s) == 9

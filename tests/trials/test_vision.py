@@ -204,7 +204,7 @@ def test_initial_values_keep_the_size_of_activations():
     assert 0.02 < logits.std() < 3.0
 
 
-def test_a_backward_pass_is_told_from_a_forward_pass():
+def test_backward_passes_are_distinguished_from_forward_passes():
     seen = []
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda _grad: seen.append(in_backward()))

@@ -138,7 +138,7 @@ def head_gradient(loss, dtype):
     ids=["local", "dtensor", "local-sp"],
 )
 @pytest.mark.parametrize(("level", "shrinks"), [("O0", 1), ("O2", 2)], ids=["O0", "O2"])
-def test_no_rank_holds_the_logits_of_the_whole_vocabulary(level, shrinks, size):
+def test_no_rank_holds_logits_of_the_whole_vocabulary(level, shrinks, size):
     """A rank holds its part of them once, in their own type, a piece of that in fp32, and little else."""
     (peak,) = simulated_peaks([trial(Layout(tp=4, **size), level=level)])
     part = ALL_LOGITS / 4 / shrinks

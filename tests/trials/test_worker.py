@@ -68,7 +68,7 @@ def test_plain_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-def test_alone_the_report_goes_to_stdout(tmp_path):
+def test_a_single_process_writes_its_report_to_stdout(tmp_path):
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(to_json(tiny_spec())))
     command = [sys.executable, "-m", "trials.worker", "--spec", str(spec)]
@@ -92,7 +92,7 @@ WORDS = f"torch {OLD} is too old: trials require {'.'.join(map(str, torch_suppor
 
 @pytest.fixture
 def run_with_old_torch(tmp_path):
-    """Run Python where the packages' index says that torch is old, as ``pip`` would."""
+    """Run Python where the package index lists an old torch, as ``pip`` would."""
     index = tmp_path / f"torch-{OLD}.dist-info"
     index.mkdir()
     (index / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OLD}\n", encoding="utf-8")
@@ -104,14 +104,14 @@ def run_with_old_torch(tmp_path):
     return run
 
 
-def test_a_rank_says_that_its_torch_is_too_old_before_it_misses_a_name(run_with_old_torch):
+def test_an_old_torch_is_reported_before_a_name_is_missing(run_with_old_torch):
     done = run_with_old_torch("-m", "trials.worker", "--spec", "none.json")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.strip() == f"error: {WORDS}. {torch_support.REMEDY}"
 
 
 @pytest.mark.exhaustive
-def test_the_benchmark_of_a_machine_says_so_once(run_with_old_torch):
+def test_the_machine_benchmark_reports_an_old_torch_once(run_with_old_torch):
     done = run_with_old_torch("-m", "benchmarks.gpu", "--device", "cpu", "--quick")
     assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", f"error: {WORDS}")
 
@@ -126,7 +126,7 @@ def test_replicas_keep_their_buffers_whatever_the_argument_is_called(name, monke
     assert replica(None, **torch_support.replicas_keep_buffers())
 
 
-def test_one_group_of_parameters_is_found_under_its_former_name(tmp_path):
+def test_an_fsdp_parameter_group_is_found_under_its_former_name(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         model = fully_shard(nn.Linear(2, 2))
@@ -218,7 +218,7 @@ def test_the_root_cause_stands_out_from_collateral(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_user_errors_come_back_as_such(tmp_path):
+def test_user_errors_are_reported_as_such(tmp_path):
     missing = dataclasses.replace(WORKLOAD, data=TextData(path=str(tmp_path / "missing")))
     infeasible, no_data = run_gang([tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)], tmp_path)
     assert isinstance(infeasible, RankFailure) and infeasible.kind == "infeasible"

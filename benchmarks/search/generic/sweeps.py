@@ -27,9 +27,18 @@ from orchestrator.sweep.fold import fold
 from trials.outcome import Evidence, Measured, Measurement, Outcome, OutOfMemory, StepBreakdown
 from trials.spec import Candidate, ScriptModel
 
-NOISE_STD = 0.01
-"""Standard deviation of the log of a measured step time."""
+RUN_STD = 0.008
+"""Standard deviation of the log of a run's speed, the same for all of its steps."""
+STEP_STD = 0.02
+"""The same of a step within its run."""
+SLOW_SHARE, SLOW = 0.05, (1.1, 1.5)
+"""Share of steps that something else on the machine slows down, and by what factors."""
+NUM_STEPS = 8
+PEAK_STD = 0.01
+"""How far, in log, a reported peak may lie below the true one."""
 TOLERANCE = 0.02
+LAST_REGRET = 20
+"""Trials after which the last regret is reported: no search ends before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +65,24 @@ class Searched:
         return sum(math.isinf(value) for value in self.device_s[:10])
 
 
-def search(program: Program, sampler: SamplerName, seed: int, num_trials: int) -> Searched:
-    """A sweep of so many trials, the baseline first."""
+def searched(program: Program, tried: Sequence[Candidate], num_trials: int) -> Searched:
+    """What these trials came to by the truth."""
+    return Searched(
+        device_s=tuple(program.times_s.get(one, math.inf) * one.layout.world_size for one in tried),
+        best_s=min(time_s * candidate.layout.world_size for candidate, time_s in program.times_s.items()),
+        num_trials=num_trials,
+    )
+
+
+def is_settled(program: Program, tried: Sequence[Candidate]) -> bool:
+    """Whether further trials change no figure."""
+    return len(tried) >= LAST_REGRET and searched(program, tried, len(tried)).to_best <= len(tried)
+
+
+def search(
+    program: Program, sampler: SamplerName, seed: int, num_trials: int, *, reports_peaks: bool = True
+) -> Searched:
+    """A sweep of so many trials, the baseline first. ``reports_peaks``: whether those that ran state their peaks."""
     guide = GuidedSearch(_predictor(program)) if sampler == "guided" else None
     sweep = Search(program.candidates, features=flat_params, sampler=sampler, seed=seed, guide=guide)
     rng = random.Random(f"{program.name}/{seed}")
@@ -68,11 +93,19 @@ def search(program: Program, sampler: SamplerName, seed: int, num_trials: int) -
         if number and suggestion is None:
             break
         candidate = program.baseline if suggestion is None else suggestion.candidate
-        outcome = _outcome(program, candidate, rng)
+        outcome = _outcome(program, candidate, rng, reports_peaks=reports_peaks)
         events += _trial(number, candidate, outcome)
-        seen.append(program.times_s.get(candidate, math.inf) * candidate.layout.world_size)
-    best_s = min(time_s * candidate.layout.world_size for candidate, time_s in program.times_s.items())
-    return Searched(device_s=tuple(seen), best_s=best_s, num_trials=num_trials)
+        seen.append(candidate)
+        if is_settled(program, seen):
+            break
+    return searched(program, seen, num_trials)
+
+
+def step_times(true_s: float, rng: random.Random) -> tuple[float, ...]:
+    """Return what the steps of one run measure."""
+    run_s = true_s * math.exp(rng.gauss(0.0, RUN_STD))
+    slowed = (rng.uniform(*SLOW) if rng.random() < SLOW_SHARE else 1.0 for _ in range(NUM_STEPS))
+    return tuple(run_s * factor * math.exp(rng.gauss(0.0, STEP_STD)) for factor in slowed)
 
 
 def _predictor(program: Program) -> Predictor | RelativePredictor:
@@ -125,12 +158,12 @@ def _trial(number: int, candidate: Candidate, outcome: Outcome) -> list[Event]:
     ]
 
 
-def _outcome(program: Program, candidate: Candidate, rng: random.Random) -> Outcome:
+def _outcome(program: Program, candidate: Candidate, rng: random.Random, *, reports_peaks: bool) -> Outcome:
     true_s = program.times_s.get(candidate)
     if true_s is None:
         return OutOfMemory(evidence=Evidence(rank=0, message="out of memory"))
-    times_s = (true_s * math.exp(rng.gauss(0.0, NOISE_STD)),) * 8
-    peak = int(program.peaks[candidate])
+    times_s = step_times(true_s, rng)
+    peak = int(program.peaks[candidate] * math.exp(-abs(rng.gauss(0.0, PEAK_STD)))) if reports_peaks else 0
     return Measured(
         measurement=Measurement(
             world_size=candidate.layout.world_size,

@@ -184,5 +184,5 @@ STRUCTURES: Mapping[str, Structure] = {
 }
 """Structures that hold something in addition."""
 SEALED = ("fp32-residual", "update-copies")
-"""Structures of the reported half alone. What the search assumes was not chosen with ``fp32-residual`` at hand;
+"""Structures left out of problems for tuning. What the search assumes was not chosen with ``fp32-residual`` at hand;
 the like of ``update-copies`` has become one of its hypotheses (``cluster.cost.peak_memory.copied_updates``)."""

@@ -39,12 +39,12 @@ def step_times(
     """Seconds per step, shape (n,), before the candidates' own errors.
 
     Args:
-        errors: names of ``ERRORS``.
+        errors: names of ``ERRORS`` and ``CONTRARY``.
         memory_share: peak / limit of every candidate.
     """
     terms = {name: values.copy() for name, values in step_seconds(x, work_of(x), coefficients).items()}
     for name in errors:
-        terms = ERRORS[name](x, terms, rng)
+        terms = {**ERRORS, **CONTRARY}[name](x, terms, rng)
     step_s = np.sum(list(terms.values()), axis=0)
     if "thrashing" in errors:
         # The caching allocator frees and asks again when the device is nearly full.
@@ -142,6 +142,52 @@ ERRORS: Mapping[str, Callable[[CostInputs, Terms, np.random.Generator], Terms]] 
 """Errors of structure by name."""
 MAX_ERRORS = 4
 """Most that one machine has."""
+
+
+PASSES = ("forward", "backward", "recompute")
+
+
+def _slow_kernel(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
+    """One degree of tensor parallelism or size of micro-batches gets a kernel that was never tuned."""
+    values = x.tp if rng.random() < 0.5 else x.micro_batch_size
+    slow = values == rng.choice(np.unique(values))
+    return _slower(terms, np.where(slow, float(rng.uniform(1.25, 2.0)), 1.0))
+
+
+def _free_recompute(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
+    """Keeping activations costs more than computing them again: the program moves them about in memory."""
+    kept = 1 - x.stage_full.sum(axis=1) / x.num_layers
+    slower = _slower(terms, 1 + float(rng.uniform(0.1, 0.4)) * np.clip(kept, 0.0, 1.0))
+    return {**slower, "recompute": 0.3 * slower["recompute"]}
+
+
+def _hurtful_overlap(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
+    """Collectives of sharded states take the processors that kernels need meanwhile."""
+    return _slower(terms, np.where(x.zero_stage > x.zero_stage.min(), float(rng.uniform(1.15, 1.5)), 1.0))
+
+
+def _slow_link(x: CostInputs, terms: Terms, rng: np.random.Generator) -> Terms:
+    """The groups of one kind of parallelism cross nodes on a slow link."""
+    if rng.random() < 0.5:
+        crosses = x.dp * x.cp * x.tp > x.domain_size
+        slowed: tuple[str, ...] = ("gradient_reduction", "sharding")
+    else:
+        crosses, slowed = (x.pp > 1) & (x.world_size > x.domain_size), ("stage_transfers", "bubble")
+    factor = np.where(crosses, float(rng.uniform(3.0, 8.0)), 1.0)
+    return {**terms, **{name: terms[name] * factor for name in slowed}}
+
+
+def _slower(terms: Terms, factor: Array) -> Terms:
+    return {**terms, **{name: terms[name] * factor for name in PASSES}}
+
+
+CONTRARY: Mapping[str, Callable[[CostInputs, Terms, np.random.Generator], Terms]] = {
+    "slow-kernel": _slow_kernel,
+    "free-recompute": _free_recompute,
+    "hurtful-overlap": _hurtful_overlap,
+    "slow-link": _slow_link,
+}
+"""Errors that no description of the product covers and that make another candidate the best. Only for reports."""
 
 
 def own_errors(x: CostInputs, rng: np.random.Generator) -> Array:

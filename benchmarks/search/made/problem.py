@@ -1,13 +1,12 @@
-"""Made problems: a drawn tuning task and its truth, a function of the problem's name alone."""
+"""Made problems: a drawn tuning task and its truth, a function of the problem's name alone, which contains a seed."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,6 @@ from cluster.cost.inputs import Array, CostInputs, load_prior
 from cluster.hardware.topology import ClusterDescription, catalogue, describe_topology
 from orchestrator.space.notation import flat_params
 from trials.spec import Candidate
-
-Half = Literal["tune", "report"]
 
 ALL_STRUCTURES = tuple({**holdings.CHANGED_INPUTS, **holdings.STRUCTURES})
 STRUCTURES: Mapping[str, tuple[str, ...]] = {
@@ -45,15 +42,17 @@ STRUCTURES: Mapping[str, tuple[str, ...]] = {
     "mixed": tuple(name for name in ALL_STRUCTURES if name not in holdings.SEALED),
 }
 """What is planted in the problems of a family; of ``mixed`` two or three of them."""
+STRUCTURES_OF_TIME: Mapping[str, tuple[str, ...]] = dict.fromkeys(machine.CONTRARY, ())
+"""The same of families whose order by the cost model is wrong."""
 RUNNER = ("dry-run", "runner")
 """Families trained by our own runner, whose memory the product knows; the others are other frameworks' programs."""
-NUM_PER_FAMILY = 6
-"""Problems of one structure and size class."""
 MAX_ATTEMPTS = 60
 MEMORY_SHARES = (1.0, 0.9, 0.75, 0.6, 0.5)
 """Shares of a card's memory that a task may use, the largest that binds."""
 BINDS = 0.2, 0.8
 """Share of the candidates that must not fit."""
+LOST = 1.1
+"""How much slower than the best a contrary error must make the candidate that would be the best without it."""
 FELT, SHARE_FELT = 0.03, 0.15
 """By how much, in log, a planted structure must move the peaks of what share of the candidates."""
 
@@ -94,10 +93,6 @@ class MadeProblem:
     @property
     def family(self) -> str:
         return self.name.rpartition("/")[0]
-
-    @property
-    def half(self) -> Half:
-        return half_of(self.name)
 
     @functools.cached_property
     def fits(self) -> NDArray[np.bool_]:
@@ -141,26 +136,22 @@ class MadeProblem:
         return np.asarray(self.true_bytes * np.exp(-np.abs(_rng(self.name, "peaks").normal(0.0, 0.01, len(self)))))
 
 
-def half_of(name: str) -> Half:
-    """By hash: even the tuning half, odd the one that is reported, which alone has ``SEALED`` structures."""
-    if name.split("/")[0] in holdings.SEALED:
-        return "report"
-    return ("tune", "report")[hashlib.sha256(name.encode()).digest()[0] % 2]
-
-
-def families() -> list[str]:
-    """Names of all families: structure and size class."""
-    return [f"{structure}/{size}" for structure in STRUCTURES for size in SIZES]
+def families(*, contrary: bool = False) -> list[str]:
+    """Names of all families: structure and size class. ``contrary``: those with a wrong order of times instead."""
+    return [f"{structure}/{size}" for structure in (STRUCTURES_OF_TIME if contrary else STRUCTURES) for size in SIZES]
 
 
 def problem_names(
-    half: Half | None = None, only: Sequence[str] | None = None, num_per_family: int = NUM_PER_FAMILY
-) -> Iterator[str]:
-    """Names of problems, of the families whose name contains one of ``only``."""
-    for family in families():
-        if only is None or any(part in family for part in only):
-            names = (f"{family}/{number}" for number in range(num_per_family))
-            yield from (name for name in names if half in (None, half_of(name)))
+    seed: int, num: int, only: Sequence[str] | None = None, *, tuning: bool = False, contrary: bool = False
+) -> list[str]:
+    """Draw names of problems, evenly from the families whose name contains one of ``only``.
+
+    ``tuning``: without ``SEALED`` structures, which no choice should be made on.
+    """
+    chosen = [name for name in families(contrary=contrary) if only is None or any(part in name for part in only)]
+    chosen = [name for name in chosen if not (tuning and name.split("/")[0] in holdings.SEALED)]
+    random.Random(seed).shuffle(chosen)
+    return [f"{chosen[i % len(chosen)]}/{seed}.{i // len(chosen)}" for i in range(num if chosen else 0)]
 
 
 def make_problem(name: str) -> MadeProblem | None:
@@ -192,15 +183,19 @@ def _attempt(name: str, attempt: int) -> MadeProblem | None:
     if peaks is None:
         return None
     errors = tuple(rng.choice(list(machine.ERRORS), rng.integers(1, machine.MAX_ERRORS + 1), replace=False).tolist())
+    usual, errors = errors, (*errors, *((structure,) if structure in machine.CONTRARY else ()))
     coefficients = machine.planted(load_prior("time"), rng, 1.0 if structure == "off-prior" else 0.7)
     own = machine.own_errors(x, rng)
     noise_std, reports_peaks = float(rng.choice([0.002, 0.005, 0.01, 0.02])), not is_foreign or bool(rng.random() < 0.6)
     seed = int(rng.integers(2**31))
     for share in MEMORY_SHARES:
         limit = share * catalogue()[setup.card].usable_memory_bytes
-        seconds = machine.step_times(x, coefficients, errors, peaks / limit, np.random.default_rng(seed)) * np.exp(own)
+        seconds, otherwise = (
+            machine.step_times(x, coefficients, some, peaks / limit, np.random.default_rng(seed)) * np.exp(own)
+            for some in (errors, usual)
+        )
         baseline = _baseline(x, seconds, peaks <= limit)
-        if baseline is not None:
+        if baseline is not None and (errors == usual or _is_misled(seconds, otherwise, peaks <= limit)):
             return MadeProblem(
                 name=name,
                 setup=setup,
@@ -215,8 +210,14 @@ def _attempt(name: str, attempt: int) -> MadeProblem | None:
     return None
 
 
+def _is_misled(seconds: Array, otherwise: Array, fits: NDArray[np.bool_]) -> bool:
+    """Whether the best of the candidates that fit by ``otherwise`` is clearly not the best by ``seconds``."""
+    rows = np.flatnonzero(fits)
+    return bool(seconds[rows[otherwise[rows].argmin()]] > LOST * seconds[rows].min())
+
+
 def _structures(structure: str, rng: np.random.Generator) -> tuple[str, ...]:
-    planted = STRUCTURES[structure]
+    planted = {**STRUCTURES, **STRUCTURES_OF_TIME}[structure]
     if structure != "mixed":
         return planted
     return tuple(rng.choice(list(planted), rng.integers(2, 4), replace=False).tolist())

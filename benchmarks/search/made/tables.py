@@ -14,14 +14,15 @@ BELIEF_GOALS: Mapping[str, float] = {"false_fits": 0.03, "false_alarms": 0.05}
 """Most that each figure may be."""
 
 
-def report(judged: Sequence[Judged], samplers: Sequence[str]) -> dict[str, Any]:
-    """Figures over all problems, by structure and by size class, and every problem."""
+def report(judged: Sequence[Judged], samplers: Sequence[str], seed: int) -> dict[str, Any]:
+    """Figures over all problems, by structure and by size class, and every problem; ``seed`` repeats them."""
     groups: dict[str, list[Judged]] = {"all": list(judged)}
     for one in judged:
         groups.setdefault(one.structure, []).append(one)
     for one in judged:
         groups.setdefault(one.name.split("/")[1], []).append(one)
     return {
+        "seed": seed,
         "goals": {**GOALS, **BELIEF_GOALS},
         "max_trials": MAX_TRIALS,
         "families": {name: figures(members, samplers) for name, members in groups.items()},
@@ -64,6 +65,7 @@ def _problem(one: Judged) -> dict[str, Any]:
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The report as text of at most 80 columns."""
+    yield f"seed {found['seed']}"
     for family, entry in found["families"].items():
         yield f"{family}: {count(entry['problems'], 'problem')}"
         yield from sampler_lines(entry["samplers"])

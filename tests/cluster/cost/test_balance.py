@@ -123,7 +123,7 @@ def check_against_everything(p):
 
 @settings(max_examples=60, deadline=None)
 @given(small_problems())
-def test_the_answer_adds_up(p):
+def test_the_answer_is_consistent(p):
     try:
         found = balance(p)
     except DoesNotFitError:
@@ -140,7 +140,7 @@ def test_the_answer_adds_up(p):
 
 
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 5))
-def test_worst_moments_hold_what_the_schedule_says(pp, v, rounds):
+def test_peak_moments_follow_the_schedule(pp, v, rounds):
     m = pp * rounds
     for stage, moments in enumerate(in_flight_peaks("interleaved", pp=pp, num_virtual_stages=v, num_microbatches=m)):
         assert max(map(sum, moments)) == min(m * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1)
@@ -207,7 +207,7 @@ def test_offsets_are_those_of_mindformers():
         ({"states": (NONE, SILU, LayerState(name="norm", activation_bytes=5, patterns=("norm",)))}, "must also"),
     ],
 )
-def test_nonsense_is_refused(changes, message):
+def test_invalid_problems_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         problem(**changes)
 

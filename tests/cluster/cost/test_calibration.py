@@ -114,7 +114,7 @@ def test_cost_model_takes_trials_with_and_without_figures():
     assert model.fits(x).shape == (6,)
 
 
-def test_stored_priors_are_whole_and_leave_sources_out():
+def test_stored_priors_are_complete_and_can_exclude_sources():
     for kind in ("time", "memory"):
         everything, without = load_prior(kind), load_prior(kind, without="bigscience-1b3")
         assert np.linalg.eigvalsh(everything.covariance).min() > 0
@@ -142,7 +142,7 @@ def test_words_of_a_source(text, expected):
     assert reported_as(text) == Reported(*expected)
 
 
-def test_a_limit_is_no_peak():
+def test_a_limit_is_not_a_peak():
     assert is_limit("max_device_memory as stated")
     assert is_limit("XLA pool, preallocated")
     assert not is_limit("torch max_memory_allocated (bytes/1e9)")
@@ -179,7 +179,7 @@ def test_a_peak_of_one_rank_does_not_hide_that_another_ran_out():
         assert predicted == pytest.approx(first, rel=0.03), "the figure of the first rank still holds"
 
 
-def test_an_unknown_outcome_teaches_nothing():
+def test_an_unknown_outcome_is_ignored():
     nothing = np.array([np.nan])
     fitted = calibrate_memory(REPORTED_PRIOR, PIPELINE, nothing, nothing)
     np.testing.assert_array_equal(fitted.coefficients.log_values, REPORTED_PRIOR.mean)

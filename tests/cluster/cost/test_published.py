@@ -1,4 +1,4 @@
-"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled says why."""
+"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled has a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_refuses_wrong_columns(tmp_path):
 
 
 def table_of(tmp_path, *changes):
-    """A table that repeats the first row of the small one, changed as each of ``changes`` says."""
+    """A table that repeats the first row of the small one, changed by each of ``changes``."""
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
         reader = csv.DictReader(source)
@@ -78,7 +78,7 @@ def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path):
     assert (like.inputs["micro_batch_size"], like.inputs["num_microbatches"]) == (4, 2)
     assert sum(like.inputs["stage_full"]) == like.inputs["num_layers"]
     assert unlike.inputs["micro_batch_size"] == alone.inputs["micro_batch_size"] == 1
-    assert like["micro_batch"] == "", "what the source says stays"
+    assert like["micro_batch"] == "", "values of the source stay"
 
 
 def test_a_label_unlike_the_catalogue_means_another_variant(tmp_path):
@@ -88,11 +88,20 @@ def test_a_label_unlike_the_catalogue_means_another_variant(tmp_path):
     assert larger.inputs["memory_bytes"] == pytest.approx(1.2 * usual.inputs["memory_bytes"], rel=0.02)
 
 
+def test_what_a_peak_counts_depends_on_the_log_it_comes_from(tmp_path):
+    peak = {"peak_mem_GB": "50", "mem_kind": "torch CUDA peak (GiB)"}
+    stated = {**peak, "mem_kind": "torch max_memory_allocated"}
+    rows = table_of(tmp_path, peak, {**peak, "framework": "torchtitan"}, {**stated, "framework": "torchtitan"})
+    assert [row.reported.scope for row in rows] == ["allocated", "reserved", "allocated"]
+
+
 def test_evaluation_of_the_small_table():
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")
     assert vtrain["after"]["10"]["mape"] < 0.15
     assert vtrain["after"]["10"]["spearman"] > 0.85
+    assert vtrain["after"]["10"]["mape"] < vtrain["after"]["10"]["mape_before"]
+    assert vtrain["after"]["0"]["spearman"] == vtrain["after"]["0"]["spearman_before"]
     assert {entry["source"] for entry in result["sources"]} == {
         "vtrain-single",
         "seed 004",
@@ -125,7 +134,7 @@ def rewritten(tmp_path, *, drop="", **changes):
         ({"layers": "", "hidden": "", "n_params": ""}, "neither the architecture nor"),
     ],
 )
-def test_what_cannot_be_described_is_counted_with_its_reason(tmp_path, changes, reason):
+def test_indescribable_rows_are_counted_with_a_reason(tmp_path, changes, reason):
     rows, notes = read_what_can_be(rewritten(tmp_path, drop="compile", **changes))
     assert len(rows) == len(read_table(TABLE))
     assert notes == ["no column compile: read as blank", "column split left out"]

@@ -84,7 +84,7 @@ def test_a_table_is_the_sequence_of_its_candidates(rng):
 
 @settings(max_examples=8)
 @given(SEEDS)
-def test_combinations_are_those_that_occur(rng):
+def test_only_occurring_combinations_are_listed(rng):
     table = CandidateTable.of(mixed(rng, 60))
     reads = rng.sample(["layout", "layout.tp", "layout.dp", "kernels.compile", "loader", "own", "recompute"], 3)
 
@@ -101,7 +101,7 @@ def test_combinations_are_those_that_occur(rng):
     assert [read(table[firsts[place]]) for place in places] == list(map(read, table))
 
 
-def test_so_many_combinations_that_their_numbers_overflow_are_still_told_apart():
+def test_combinations_stay_distinct_when_their_numbers_overflow():
     rng = np.random.default_rng(0)
     listed = [Candidate(micro_batch_size=int(size), offload=Offload()) for size in rng.integers(1, 10**9, 3000)]
     table = CandidateTable.of(listed)
@@ -176,8 +176,10 @@ def test_features_are_those_of_single_candidates(rng):
     listed = mixed(rng, 60)
     columns = feature_columns(CandidateTable.of(listed), flat_params)
     for row, candidate in enumerate(listed):
-        told = {name: values[places[row]] for name, (values, places) in columns.items()}
-        assert told == {"--flag": "inherited", **flat_params(candidate)} or (told == flat_params(candidate))
+        columns_read = {name: values[places[row]] for name, (values, places) in columns.items()}
+        assert columns_read == {"--flag": "inherited", **flat_params(candidate)} or (
+            columns_read == flat_params(candidate)
+        )
 
 
 LLAMA = LlamaModel(
@@ -281,6 +283,7 @@ def test_precision_levels():
     x = inputs_of([(CANDIDATES_WORKLOAD, c) for c in [*rows, Candidate(precision=BF16)]], CANDIDATES_CLUSTER)
     assert x.peak_flops_per_s.tolist() == [66.9e12, 494.7e12, 989.4e12, 989.4e12]
     assert x.cast_bytes.tolist() == [0, 0, 2, 0]
+    assert x.gather_bytes.tolist() == [4, 4, 4, 2], "O1 gathers fp32 weights"
     assert (x.weight_bytes + x.gradient_bytes + x.optimizer_bytes == 16).all()
 
 

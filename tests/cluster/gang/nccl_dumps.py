@@ -1,12 +1,12 @@
 """Dumps of NCCL's Flight Recorder in the shapes in which torch 2.4 to 2.13 write them; no NCCL ran for them.
 
 Written after ``dump`` and ``dump_json`` of torch's recorder: ``NCCLUtils.hpp`` for version 2.3 of the format, of torch
-2.4; ``FlightRecorderDetail.hpp`` for 2.10, of torch 2.13, whose gloo dumps are recorded beside this file.
+2.4; ``FlightRecorderDetail.hpp`` for 2.10, of torch 2.13, whose gloo dumps are recorded next to this file.
 """
 
 GROUPS = {"0": ("default_pg", (0, 1, 2, 3)), "1": ("tp", (0, 1)), "2": ("tp", (2, 3))}
 SHAPES = tuple((version, is_pickle) for version in ("2.3", "2.10") for is_pickle in (False, True))
-"""Version of the format, and whether it is the pickle that NCCL writes when its pipe is asked, with stacks."""
+"""Version of the format, and whether it is the pickle that NCCL writes on a request through its pipe, with stacks."""
 STARTED_NS = 1795374022332990000
 
 

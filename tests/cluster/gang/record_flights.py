@@ -77,9 +77,9 @@ def _rank(rank, name, folder):
 
     def dump():
         time.sleep(HANGS_S)
-        told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-        Path(folder, str(rank)).write_text(json.dumps({"dump": told, "members": hang._members()}))
-        while len(list(Path(folder).glob("[0-9]"))) < num_ranks:  # whoever leaves ends what the others wait in
+        dumped = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+        Path(folder, str(rank)).write_text(json.dumps({"dump": dumped, "members": hang._members()}))
+        while len(list(Path(folder).glob("[0-9]"))) < num_ranks:  # a rank that leaves ends what the others wait in
             time.sleep(0.05)
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The environment of ranks: whose word counts, which variables belong to whom, and that the documents say so."""
+"""The environment of ranks: precedence, owners of variables, and their documentation."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def own_disk(monkeypatch, tmp_path):
     return tmp_path / f"tune-cluster-{os.getuid()}"
 
 
-def test_compilers_caches_are_the_sweeps_on_the_nodes_own_disk(monkeypatch, own_disk):
-    """Alike for all attempts of a lease on a node, whatever the node's own environment; unless the sweep says where."""
+def test_compiler_caches_lie_on_the_local_disk_per_sweep(monkeypatch, own_disk):
+    """Equal for all attempts of a lease on a node, whatever its environment, unless the sweep sets the folder."""
     for name in CACHES:
         monkeypatch.setenv(name, "/home/me/.cache")
     found = caches("a")
@@ -64,7 +64,7 @@ def test_compilers_caches_are_the_sweeps_on_the_nodes_own_disk(monkeypatch, own_
     assert caches("a", runner="trials.script.runner:run_rank") == {}, "its program gets them with its own environment"
 
 
-def test_caches_stay_in_the_work_folder_where_the_nodes_own_disk_offers_none(own_disk):
+def test_caches_stay_in_the_work_folder_without_a_local_disk(own_disk):
     own_disk.symlink_to("/home")
     assert cache_folder(Path("/sweep/attempts"), "n") == Path("/sweep/attempts/cache-n")
 
@@ -79,31 +79,31 @@ def test_caches_of_killed_agents_are_removed_after_a_month(own_disk):
     assert sorted(path.name for path in own_disk.iterdir()) == ["2-cache-n", "others"]
 
 
-def test_what_the_launch_or_a_program_of_the_users_own_says_under_an_older_name_is_not_overridden():
+def test_older_names_set_by_the_launch_or_a_user_program_are_not_overridden():
     cuda = dataclasses.replace(launch("a"), device_kind="cuda")
     assert rank_env(cuda, SLOT)["TORCH_NCCL_ENABLE_TIMING"] == "1"
-    told = dataclasses.replace(cuda, env={"NCCL_ENABLE_TIMING": "0"})
-    assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(told, SLOT)
+    configured = dataclasses.replace(cuda, env={"NCCL_ENABLE_TIMING": "0"})
+    assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(configured, SLOT)
     script = {"runner": "trials.script.runner:run_rank", "spec": {"env": [["NCCL_ENABLE_TIMING", "0"]]}}
     assert "TORCH_NCCL_ENABLE_TIMING" not in rank_env(dataclasses.replace(cuda, **script), SLOT)
 
 
-def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():
+def test_nodes_rendezvous_over_the_interface_that_connects_them():
     found = default_env("cuda", 2, "ens3", host={})
     assert found["NCCL_SOCKET_IFNAME"] == "=ens3", "exactly this one, not ens30"
     assert found["GLOO_SOCKET_IFNAME"] == "ens3"
     assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 1, "ens3", host={})
     assert default_env("npu", 2, "ens3", host={})["HCCL_SOCKET_IFNAME"] == "=ens3"
     assert default_env("cpu", 1, None, host={}) == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 2, None, host={}), "nobody knows it: left to NCCL"
+    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 2, None, host={}), "unknown: left to NCCL"
 
 
-def test_the_hosts_own_word_goes_before_a_default():
+def test_variables_of_the_host_override_defaults():
     found = default_env("cuda", 2, "ens3", host={"NCCL_SOCKET_IFNAME": "ib0", "NCCL_DEBUG": "INFO"})
     assert {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}.isdisjoint(found)
 
 
-def test_a_default_gives_way_to_its_other_names():
+def test_older_names_of_a_variable_override_its_default():
     """torch would read ours, and not the older name that the host has."""
     found = default_env("cuda", 1, None, host={"NCCL_ENABLE_TIMING": "0", "TORCH_FR_DUMP_ON_TIMEOUT": "0"})
     assert {"TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DUMP_ON_TIMEOUT"}.isdisjoint(found)
@@ -113,13 +113,13 @@ def test_a_default_gives_way_to_its_other_names():
 @pytest.mark.parametrize(
     ("patience_s", "connect", "execute"), [(30, "120", "68"), (4000, "4000", "4000"), (20000, "7200", "17340")]
 )
-def test_hccl_gives_up_after_the_gangs_deadlines_as_far_as_it_lets_itself_be_told(patience_s, connect, execute):
+def test_hccl_timeouts_exceed_the_gang_deadlines_within_its_limits(patience_s, connect, execute):
     found = default_env("npu", 1, None, host={}, patience_s=patience_s)
     assert (found["HCCL_CONNECT_TIMEOUT"], found["HCCL_EXEC_TIMEOUT"]) == (connect, execute)
     assert "HCCL_EXEC_TIMEOUT" not in default_env("cuda", 1, None, host={})
 
 
-def test_every_default_is_documented_with_its_why():
+def test_every_default_is_documented_with_its_reason():
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for default in DEFAULTS:
@@ -128,7 +128,7 @@ def test_every_default_is_documented_with_its_why():
         )
 
 
-def test_defaults_that_others_set_are_what_these_set():
+def test_defaults_set_elsewhere_match_the_table():
     elsewhere = {default.name: default.value for default in DEFAULTS if not default.is_set_here}
     buffers = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_HCCL_TRACE_BUFFER_SIZE"), str(BUFFER_SIZE))
     assert elsewhere == {**buffers, "PYTORCH_CUDA_ALLOC_CONF": DEFAULT_SETTINGS}
@@ -136,12 +136,12 @@ def test_defaults_that_others_set_are_what_these_set():
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "HIP_VISIBLE_DEVICES", "TUNE_CLUSTER_RENDEZVOUS", "NNODES"])
-def test_variables_of_the_launcher_are_nobody_elses(name):
+def test_launcher_variables_have_an_owner(name):
     assert owner_of(name) is not None
     assert owner_of("NCCL_IB_HCA") is owner_of("TUNE_CLUSTER_NUMA") is None
 
 
-def test_variables_of_the_cluster_reach_ranks_and_what_they_are_forked_from(tmp_path):
+def test_cluster_variables_reach_ranks_and_the_fork_server(tmp_path):
     node = Node(
         name="n",
         address="127.0.0.1",
@@ -157,7 +157,7 @@ def test_variables_of_the_cluster_reach_ranks_and_what_they_are_forked_from(tmp_
         options = {"env": {"EXTRA": "of the launch", "OMP_NUM_THREADS": "2"}}
         seen = run(cluster, "environment", options=options).outcome.evidence.message
     assert "'EXTRA': 'of the launch'" in seen
-    assert "'threads': 2" in seen, "the number of threads that the launch asks for, not the node's"
+    assert "'threads': 2" in seen, "the number of threads that the launch requests, not that of the node"
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def folder(tmp_path):
     return made
 
 
-def test_files_arrive_as_they_were_in_pieces_and_for_their_owner_alone(tmp_path, folder):
+def test_files_arrive_unchanged_in_pieces_and_readable_by_the_owner_only(tmp_path, folder):
     files = {"rank0.trace.json.gz": os.urandom(2 * PIECE_BYTES + 7), "rank12.graph-0-0.forward.txt": b""}
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -102,7 +102,7 @@ def test_more_than_the_limit_is_not_taken(tmp_path, monkeypatch):
     assert list(home_after(tmp_path, flood)) == ["rank0.0"]
 
 
-def test_an_agent_knows_the_file_system_of_its_controller_by_the_mark(tmp_path):
+def test_an_agent_recognises_a_shared_file_system_by_the_mark(tmp_path):
     mark = HomeMark(tmp_path / "home")
     assert HomeMark.is_home(tmp_path / "home", mark.name)
     assert not HomeMark.is_home(tmp_path / "away", mark.name)

@@ -23,7 +23,7 @@ def sight(rank, *entries, stack="waiting", step=3, known=True):
 
 
 def recorded(case, stacks=()):
-    """What gloo's recorder had of a gang that hung; all ranks stand in a wait where ``stacks`` says nothing else."""
+    """What gloo's recorder had of a gang that hung; all ranks wait unless ``stacks`` says otherwise."""
     ranks = json.loads((FOLDER / f"gloo_{case}.json").read_text(encoding="utf-8"))["ranks"]
     return {
         rank: RankSight(
@@ -31,9 +31,9 @@ def recorded(case, stacks=()):
             stack=dict(stacks).get(rank, "waiting"),
             where="",
             progress=(2, 3),
-            record=summary(told["dump"], told["members"]),
+            record=summary(recorded_rank["dump"], recorded_rank["members"]),
         )
-        for rank, told in enumerate(ranks)
+        for rank, recorded_rank in enumerate(ranks)
     }
 
 
@@ -69,7 +69,7 @@ def test_all_shapes_of_a_dump_read_the_same(shape):
     assert summary(dump(0, shape=shape), {}).places == ()
 
 
-def test_the_rank_that_has_not_begun_the_collective_is_to_blame_though_all_wait_for_their_device():
+def test_the_rank_that_has_not_begun_the_collective_is_blamed_even_if_all_wait_for_their_device():
     """On CUDA all stand in ``synchronize``; the host of the one that is behind waits for its device, which hangs."""
     found = verdict(
         {
@@ -96,8 +96,8 @@ def test_a_chain_of_ranks_that_wait_is_followed_to_its_end():
     assert (found.kind, found.suspects) == ("rank", (1,))
 
 
-def test_a_rank_whose_recorder_has_gone_round_is_not_taken_for_one_that_never_came():
-    """Its buffer has no entry of the group any more: that says nothing, the stacks decide."""
+def test_a_rank_whose_recorder_wrapped_around_is_not_mistaken_for_a_missing_one():
+    """Its buffer has no entry of the group any more: which proves nothing; the stacks decide."""
     forgetful = dump(1, done("1", 900))
     forgetful["entries"][0]["record_id"] = 5000
     one = RankSight(rank=1, stack="waiting", where="", progress=(2, 3), record=summary(forgetful, {}))
@@ -106,13 +106,13 @@ def test_a_rank_whose_recorder_has_gone_round_is_not_taken_for_one_that_never_ca
     assert verdict({**sights, 1: sight(1, done("1", 900))}).suspects == (1,)
 
 
-def test_a_rank_that_gives_no_record_is_to_blame_unless_it_evidently_waits():
+def test_a_rank_without_a_record_is_blamed_unless_its_stack_shows_it_waiting():
     waiting = {rank: sight(rank, under_way("0", 1)) for rank in (0, 1, 2)}
     assert verdict({**waiting, 3: sight(3, stack="elsewhere", known=False)}).suspects == (3,)
     assert verdict({**waiting, 3: sight(3, known=False)}).kind == "link"
 
 
-def test_a_device_that_hangs_in_a_kernel_of_its_own_is_told_by_what_it_has_not_started():
+def test_a_device_hanging_in_a_kernel_is_identified_by_the_collective_it_has_not_started():
     """Its host ran ahead and has queued what the others are at, and more."""
     ahead = (done("0", 1), under_way("0", 2), under_way("0", 3))
     at_work = {rank: sight(rank, done("0", 1), started("0", 2), under_way("0", 3)) for rank in (0, 1, 3)}
@@ -122,7 +122,7 @@ def test_a_device_that_hangs_in_a_kernel_of_its_own_is_told_by_what_it_has_not_s
     assert "waits for it in all_reduce number 2" in outcome.evidence.message
 
 
-def test_without_timings_a_device_that_hangs_looks_like_a_link_that_does():
+def test_without_timings_a_hanging_device_looks_like_a_hanging_link():
     ahead = {rank: sight(rank, done("0", 1), under_way("0", 2), under_way("0", 3)) for rank in range(4)}
     assert verdict(ahead).kind == "link"
 
@@ -153,7 +153,7 @@ def test_two_sends_do_not_meet():
         assert "ranks wait for each other in different operations: rank 0 in " in found.detail
 
 
-def test_neighbours_of_a_stage_that_wait_for_what_it_does_not_send_have_no_broken_link():
+def test_neighbours_waiting_for_a_stage_that_does_not_send_do_not_blame_the_link():
     """The middle one of three hangs, with receives posted from both, who receive from it."""
     around = {0: sight(0, recv(0, 1)), 2: sight(2, recv(2, 1))}
     assert verdict({**around, 1: sight(1, recv(1, 0), recv(1, 2))}).kind == "disagreement"
@@ -168,8 +168,8 @@ def test_a_send_that_a_device_has_queued_but_not_started_is_behind():
     assert (found.kind, found.suspects) == ("rank", (1,))
 
 
-def test_what_nccl_sent_off_together_has_ended_when_the_whole_has():
-    """As pipelines and FSDP do: the parts are recorded one by one, and none of them is ever told to have ended."""
+def test_coalesced_nccl_operations_end_with_their_group():
+    """As pipelines and FSDP do: the parts are recorded one by one, and none of them is ever marked as ended."""
 
     def together(state):
         parts = [under_way("0", 0, name="send 0->1", p2p=True), under_way("0", 0, name="recv 0<-1", p2p=True)]
@@ -178,7 +178,9 @@ def test_what_nccl_sent_off_together_has_ended_when_the_whole_has():
         return [*parts, tuple(whole), *gathers, (("0", 1), {"name": "coalesced", "state": state})]
 
     assert sight(0, *together("completed")).record.calls == ()
-    assert all(call.is_started for call in sight(0, *together("started")).record.calls), "the parts are never told of"
+    assert all(call.is_started for call in sight(0, *together("started")).record.calls), (
+        "the parts are never marked as ended"
+    )
     assert [(call.name, call.peer) for call in sight(0, *together("scheduled")).record.calls] == [
         ("coalesced", None),
         ("recv", 1),
@@ -198,7 +200,7 @@ def hung(sights, nodes="abab"):
     )
 
 
-def test_all_in_one_collective_blame_nobody_and_do_not_count_against_the_candidate():
+def test_all_ranks_in_one_collective_blame_no_rank_and_not_the_candidate():
     outcome = hung({rank: sight(rank, done("0", 1), under_way("0", 2)) for rank in range(4)})
     assert isinstance(outcome, GangLost) and outcome.is_hang, outcome
     assert (outcome.evidence.rank, outcome.evidence.node) == (None, None)
@@ -208,7 +210,7 @@ def test_all_in_one_collective_blame_nobody_and_do_not_count_against_the_candida
     )
 
 
-def test_ranks_that_disagree_are_the_candidates_fault_and_no_nodes():
+def test_ranks_that_disagree_are_the_fault_of_the_candidate_not_of_a_node():
     for other in (under_way("0", 2, name="_all_gather_base"), under_way("0", 2, sizes=(9,))):
         outcome = hung({0: sight(0, done("0", 1), under_way("0", 2)), 1: sight(1, done("0", 1), other)})
         assert isinstance(outcome, TimedOut)
@@ -218,7 +220,7 @@ def test_ranks_that_disagree_are_the_candidates_fault_and_no_nodes():
     assert "rank 0 in all_reduce of [[8]]; rank 1 in all_reduce" in hung(crossed).evidence.message
 
 
-def test_a_node_is_blamed_only_where_its_ranks_can_be_told_from_the_others():
+def test_a_node_is_blamed_only_if_its_ranks_differ_from_the_others():
     alike = {rank: sight(rank, stack="elsewhere", known=False) for rank in range(4)}
     assert hung(alike).evidence.node is None
     assert hung(alike, "aaaa").evidence.node is None, "the candidate may hang everywhere"
@@ -229,8 +231,8 @@ def test_a_node_is_blamed_only_where_its_ranks_can_be_told_from_the_others():
     assert hung({0: alike[0]}, "a").evidence.node == "a", "there is no other"
 
 
-def test_a_host_that_reads_from_its_device_within_the_collective_keeps_nobody_waiting():
-    """``bool(tensor)`` and ``float(tensor)`` are C, and look like code that waits for nobody."""
+def test_a_host_reading_from_its_device_within_the_collective_is_not_blamed():
+    """``bool(tensor)`` and ``float(tensor)`` are C, and look like code that does not wait."""
     inside = {rank: sight(rank, done("0", 1), under_way("0", 2)) for rank in range(4)}
     reading = {rank: sight(rank, done("0", 1), under_way("0", 2), stack="elsewhere") for rank in range(4)}
     assert verdict(reading).kind == "link"
@@ -238,7 +240,7 @@ def test_a_host_that_reads_from_its_device_within_the_collective_keeps_nobody_wa
     assert verdict({**inside, 0: reading[0]}).kind == "link"
 
 
-def test_a_collective_with_ranks_of_which_nothing_was_seen_is_no_proof_of_a_link():
+def test_a_collective_with_unseen_ranks_does_not_prove_a_broken_link():
     found = verdict({0: sight(0, under_way("0", 1))})
     assert (found.kind, found.detail) == (
         "unknown",
@@ -246,7 +248,7 @@ def test_a_collective_with_ranks_of_which_nothing_was_seen_is_no_proof_of_a_link
     )
 
 
-def test_ranks_that_leave_it_to_others_to_report_are_not_behind_for_it():
+def test_ranks_that_report_no_progress_are_not_considered_behind():
     silent = RankSight(rank=1, stack="elsewhere", where="", progress=None)
     assert verdict({0: sight(0, stack="elsewhere", known=False), 1: silent}).suspects == (0, 1)
     assert verdict({1: silent}).suspects == (1,)

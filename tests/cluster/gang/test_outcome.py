@@ -80,7 +80,7 @@ def failure(category, *, rank=0, at_s=0.0, **changes):
 
 OWN_DOING = ("oom", "host_oom", "infeasible", "data", "diverged", "device_busy", "device_lost", "preempted")
 LOST_ALONE = (GangLost, None, 0)
-"""A gang that is lost for a reason that its first rank tells, but without a node to blame."""
+"""A gang lost for a reason that its first rank reports, but without a node to blame."""
 ABSENCE = ("deadline", "lost", "controller")
 ROOT_CATEGORIES = (*OWN_DOING, "node_setup", "device_suspect", "error", "exception", "exit", *ABSENCE)
 failures = st.builds(
@@ -113,7 +113,7 @@ def test_utilisation_is_of_the_peak_of_device_and_number_format():
     assert fold([success(rank, [1.0]) for rank in (0, 1)]).measurement.mfu is None
 
 
-def test_what_an_allocator_keeps_is_not_needed():
+def test_memory_that_the_allocator_only_caches_is_not_counted_as_needed():
     """The peak is tensors and what lies outside the allocator; without the latter, what there is to go by."""
     outside = DeviceMemory(total_bytes=80, outside_bytes=3)
     told = [success(rank, [1.0], peak_reserved_bytes=70, device_memory=outside) for rank in (0, 1)]
@@ -174,7 +174,7 @@ GANGS = {
         [*(("connection", rank, 0.1 * rank) for rank in range(7)), ("device_lost", 7, 1.5)],
         (GangLost, "b", 7),
     ),
-    "nobody tells more than lost connections": ([("connection", rank, 0.1 * rank) for rank in range(8)], LOST_ALONE),
+    "all report only lost connections": ([("connection", rank, 0.1 * rank) for rank in range(8)], LOST_ALONE),
     "kernels break off that read the memory of a device that breaks": (
         [("device_suspect", 0, 0.0), ("device_suspect", 1, 0.1), ("connection", 2, 0.2), ("device_lost", 5, 1.9)],
         (GangLost, "b", 5),
@@ -201,7 +201,7 @@ GANGS = {
 
 
 @pytest.mark.parametrize("gang", GANGS, ids=str)
-def test_of_a_gang_whose_ranks_tell_different_things_the_cause_counts(gang):
+def test_the_cause_counts_when_ranks_report_different_failures(gang):
     """Ranks 0 to 3 are on node a, the others on b."""
     told, (kind, node, rank) = GANGS[gang]
     results = [failure(what, rank=at, at_s=at_s, node="ab"[at > 3]) for what, at, at_s in told]
@@ -215,7 +215,7 @@ def test_of_a_gang_whose_ranks_tell_different_things_the_cause_counts(gang):
 
 
 @pytest.mark.parametrize("category", [name for name, treatment in TREATMENTS.items() if treatment.remedy])
-def test_what_to_do_about_it_stands_in_the_line_that_people_see(category):
+def test_the_failure_line_contains_the_remedy(category):
     """With the node, even one that need not be to blame."""
     lost = fold([failure(category, rank=3, node="node-7", message="what the library says\nand more of it")])
     line = describe_failure(lost)
@@ -256,7 +256,7 @@ def test_a_root_cause_always_comes_before_collateral(found):
         late = ("lost", "device_lost")
         assert any(item.at_s <= first + OOM_WINDOW_S or item.category in late for item in told), "and an early one"
     elif any(item.category in COLLATERAL for item in found):
-        assert isinstance(outcome, GangLost), "nobody's own failure explains the connections that broke"
+        assert isinstance(outcome, GangLost), "no failure of a rank explains the broken connections"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_root_cause_always_comes_before_collateral(found):
         ("preempted", "preempted"),
     ],
 )
-def test_a_lost_gang_says_by_whom(category, cause):
+def test_a_lost_gang_names_its_cause(category, cause):
     outcome = fold([failure(category, rank=None, at_s=2.0), failure("connection", rank=1, at_s=1.0)])
     assert isinstance(outcome, GangLost)
     assert outcome.cause == cause
@@ -276,7 +276,7 @@ def test_a_lost_gang_says_by_whom(category, cause):
 
 
 @given(st.sampled_from(OWN_DOING), st.sampled_from(ABSENCE), st.floats(0.001, CLOCK_SKEW_S * 0.99), st.booleans())
-def test_clocks_that_are_apart_do_not_turn_cause_and_effect_around(own, absence, skew_s, same_node):
+def test_clock_skew_does_not_swap_cause_and_effect(own, absence, skew_s, same_node):
     """What cannot be an effect is the cause even if its node's clock is behind; on one node the clock is right."""
     late = failure(own, rank=0, node="a", at_s=10.0 + skew_s)
     early = failure(absence, rank=None, node="a" if same_node else "b", at_s=10.0)
@@ -337,12 +337,12 @@ def seen(times, every_s, **changes):
     (0.1, 0.1, "measured"), (0.1, 0.11, "measured"), (0.001, 0.003, "measured"),
     (0.01, 0.1, "not_believed"), (0.5, 0.1, "not_believed"),
 ])  # fmt: skip
-def test_step_times_have_to_agree_with_the_progress_that_the_warden_saw(step_s, every_s, kind):
+def test_step_times_must_agree_with_the_progress_seen_by_the_warden(step_s, every_s, kind):
     assert fold([seen([step_s] * 10, every_s)]).kind == kind
     assert fold([success(0, [step_s] * 10, world_size=1)]).kind == "measured", "no warden, as after a crash"
 
 
-def test_progress_that_a_busy_warden_receives_together_is_no_contradiction():
+def test_progress_received_in_a_batch_by_a_busy_warden_is_no_contradiction():
     """It sleeps through the first ten of twenty steps of 100 ms."""
     late = seen([0.1] * 20, 0.1)
     arrivals = tuple(max(at_s, late.seen_at_s[9]) for at_s in late.seen_at_s)
@@ -351,7 +351,7 @@ def test_progress_that_a_busy_warden_receives_together_is_no_contradiction():
     assert fold([dataclasses.replace(false, seen_at_s=arrivals)]).kind == "not_believed"
 
 
-def test_a_report_that_its_rank_contradicts_is_not_believed():
+def test_a_report_contradicted_by_its_rank_is_not_believed():
     found = Contradiction(
         num_steps=8, reported_s=0.016, seen_s=3.2, source="report", witness="the arrival of its lines"
     )
@@ -368,7 +368,7 @@ def of_script(rank, times, place=None, **changes):
     return success(rank, times, place, **values)
 
 
-def test_one_rank_of_a_program_of_the_users_own_that_tells_its_steps_is_enough():
+def test_one_rank_that_reports_its_steps_is_enough_for_a_user_program():
     sources = (ScriptSource(name="step_time_s", source="log:pattern", resolution=0.1),)
     last = Findings(script=ScriptReport(sources=sources, notes=("no memory",)))
     silent = Findings(script=ScriptReport(notes=("it says nothing",)))
@@ -385,7 +385,7 @@ def test_one_rank_of_a_program_of_the_users_own_that_tells_its_steps_is_enough()
     assert "no rank reported a step time" in nothing.evidence.message
 
 
-def test_a_report_that_speaks_for_several_ranks_counts_as_many():
+def test_a_report_for_several_ranks_counts_once_per_rank():
     places = [place("a", "0,1"), place("b", "2,3,4")]
     reports = [of_script(rank, [1.0], places[rank], num_ranks=2 + rank, tokens_per_step=10) for rank in (0, 1)]
     found = fold(reports).measurement
@@ -422,7 +422,7 @@ def gang(**of_rank_1):
 
 
 @pytest.mark.parametrize("told", IMPOSSIBLE)
-def test_impossible_figures_are_a_fault_that_names_rank_field_and_value(told):
+def test_impossible_figures_are_a_fault_naming_rank_field_and_value(told):
     outcome = fold(gang(**IMPOSSIBLE[told]))
     assert isinstance(outcome, Crashed)
     assert outcome.evidence.message.startswith(f"rank 1 reported {told}: it must be ")
@@ -443,7 +443,7 @@ def test_ranks_that_contradict_each_other_are_not_believed(changes, told):
     assert outcome.evidence.message == told
 
 
-def test_a_loss_that_is_no_number_is_divergence_and_what_is_merely_fast_is_measured():
+def test_a_nan_loss_is_divergence_and_a_fast_run_is_measured():
     assert isinstance(fold(gang()), Measured)
     assert isinstance(fold(gang(times=[MIN_STEP_S, 0.2])), Measured)
     outcome = fold(gang(losses=(math.nan,)))
@@ -460,7 +460,7 @@ def cast(name, num_calls, list_="white"):
     return OperatorCast(name=name, list=list_, num_calls=num_calls)
 
 
-def test_recompute_is_told_of_the_rank_where_it_is_largest_and_chunks_of_a_rank_add_up():
+def test_recompute_is_reported_for_the_rank_with_the_most_and_sums_its_chunks():
     ranks = [
         Findings(recompute=(effect("a", 10, 2), effect("b", 0, 0), effect("a", 5, 1, 0.2))),
         Findings(recompute=(effect("a", 12, 9, 0.9), effect("b", 0, 3))),
@@ -472,7 +472,7 @@ def test_recompute_is_told_of_the_rank_where_it_is_largest_and_chunks_of_a_rank_
         assert (found["b"].saved_bytes, found["b"].num_matches) == (0, 3)
 
 
-def test_a_cast_counts_the_most_of_one_rank_by_list():
+def test_casts_are_counted_per_list_as_the_maximum_over_ranks():
     ranks = [
         Findings(autocast=(cast("linear", 2), cast("linear", 3), cast("softmax", 0, "black"))),
         Findings(autocast=(cast("linear", 4), cast("linear", 1, "black"))),
@@ -484,7 +484,7 @@ def test_a_cast_counts_the_most_of_one_rank_by_list():
     }
 
 
-def test_the_load_of_experts_is_that_of_the_most_uneven_rank_per_layer():
+def test_expert_load_is_that_of_the_most_uneven_rank_per_layer():
     def load(layer, rank, on_rank):
         return ExpertLoad(layer=layer, busiest=1.5, num_idle=0, rank=rank, busiest_on_rank=on_rank)
 

@@ -41,7 +41,7 @@ def progress(step, phase="measuring"):
     return GangProgress(attempt_id="x", token="t", phase=phase, step=step, step_time_s=0.5)
 
 
-def test_what_happens_on_one_node_is_told_to_the_others_and_a_kill_to_all():
+def test_events_of_one_node_are_forwarded_to_the_others_and_kills_to_all():
     """Their ranks may be to blame for a hang, and wait for a compilation."""
     orders = []
     made = GangTracker(order=lambda node, attempt_id, order: orders.append((node, order)))
@@ -84,7 +84,7 @@ reports = st.one_of(
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), reports), max_size=12))
-def test_no_story_ends_twice_or_goes_backwards(story):
+def test_no_gang_ends_twice_or_goes_backwards(story):
     made, _ = tracker()
     events = []
     for node, report in [*story, ("a", gone()), ("b", gone())]:
@@ -112,16 +112,16 @@ def failure(message):
 @st.composite
 def node_events(draw):
     identity = {"attempt_id": draw(attempts), "token": draw(tokens)}
-    said = draw(st.sampled_from(["progress", "failing", "gone"]))
-    if said == "progress":
+    kind = draw(st.sampled_from(["progress", "failing", "gone"]))
+    if kind == "progress":
         return GangProgress(**identity, phase="measuring", step=draw(st.integers(1, 9)), step_time_s=0.1)
-    if said == "failing":
+    if kind == "failing":
         return NodeFailing(**identity, reason="stale or not")
     return NodeGone(**identity, results=(failure(f"{identity['attempt_id']} {identity['token']}"),))
 
 
 @given(st.dictionaries(attempts, tokens, min_size=1), st.lists(st.tuples(st.sampled_from("abc"), node_events())))
-def test_only_reports_of_the_launch_that_runs_reach_its_end(launched, story):
+def test_only_reports_of_the_current_launch_reach_its_end(launched, story):
     stops = []
     tracker = GangTracker(order=lambda node, attempt_id, order: stops.append((node, attempt_id)))
     for attempt_id, token in launched.items():

@@ -1,5 +1,5 @@
 """Devices that are not free, before a gang and after it. There is a real ``nvidia-smi`` on the path, which answers from
-files: its figures are the test's, everything that asks it is as in use."""
+files: its figures are the test's, everything that calls it is real."""
 
 import os
 import signal
@@ -48,9 +48,9 @@ class Smi:
         program.chmod(0o755)
         (folder / "asked").write_text("")
         self.uses(4, 4)
-        self.says("apps", "")
+        self.answers("apps", "")
 
-    def says(self, name, script):
+    def answers(self, name, script):
         """Replace the answer atomically: it may be read at any time."""
         beside = self.folder / f"{name}.new"
         beside.write_text(script)
@@ -58,10 +58,10 @@ class Smi:
 
     def uses(self, *mebibytes):
         lines = [f"echo '{_row(i, used)}'" for i, used in enumerate(mebibytes)]
-        self.says("gpus", "\n".join(lines) + "\n")
+        self.answers("gpus", "\n".join(lines) + "\n")
 
     @property
-    def asked(self):
+    def queries(self):
         return (self.folder / "asked").read_text().splitlines()
 
 
@@ -79,13 +79,13 @@ def smi(smi_folder, monkeypatch):
 
 def test_free_means_up_to_an_allowance(smi):
     smi.uses(300, 30000)
-    smi.says("apps", "echo 'GPU-0001-abcd, 4711, 29500'\necho 'GPU-0000-abcd, 1, 290'\n")
+    smi.answers("apps", "echo 'GPU-0001-abcd, 4711, 29500'\necho 'GPU-0000-abcd, 1, 290'\n")
     assert wait_until_free("cuda", [handle(0)], 0.0) is None
     problem = wait_until_free("cuda", [handle(0), handle(1)], 0.0)
     assert problem == "GPU 1 (GPU-0001-abcd) has 30000 MiB in use by pid 4711 (29500 MiB)"
     smi.uses("[N/A]")
     assert wait_until_free("cuda", [handle(0)], 0.0) is None, "a device without a figure counts as free"
-    smi.says("gpus", f"echo '{_row(0, 4)}'\necho '{RESET}'")
+    smi.answers("gpus", f"echo '{_row(0, 4)}'\necho '{RESET}'")
     assert wait_until_free("cuda", [handle(0)], 0.0) is None
     problem = wait_until_free("cuda", [handle(0), handle(1)], 0.0)
     assert problem == "device 1 became unusable: nvidia-smi reports [GPU requires reset]"
@@ -101,7 +101,7 @@ def test_free_means_up_to_an_allowance(smi):
         (16, 4, 600, True),
     ],
 )
-def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib, used_mib, is_busy):
+def test_the_idle_memory_allowance_depends_on_the_device(gibibytes, idle_mib, used_mib, is_busy):
     known = DeviceHandle(name="0", memory_bytes=gibibytes << 30, idle_bytes=idle_mib << 20)
     assert DeviceUse(handle=known, used_bytes=used_mib << 20).is_busy == is_busy
 
@@ -113,9 +113,9 @@ def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib
         ("exec sleep 60", "did not respond within 0.2 s; without persistence mode .* nvidia-smi -pm 1"),
     ],
 )
-def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message):
+def test_a_failing_or_hanging_driver_is_reported(smi, monkeypatch, answer, message):
     monkeypatch.setattr(discovery, "QUERY_TIMEOUT_S", 0.2)
-    smi.says("gpus", answer)
+    smi.answers("gpus", answer)
     with pytest.raises(DeviceQueryError, match=message):
         device_uses("cuda", [handle(0)])
 
@@ -134,7 +134,7 @@ def test_a_gang_sees_its_own_share_of_what_the_node_has():
 
 @pytest.fixture(scope="module")
 def cluster(smi_folder, tmp_path_factory):
-    """Two "GPUs" whose ranks use none: what the driver says is under test."""
+    """Two "GPUs" whose ranks use none: the answers of the driver are under test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(smi_folder), prepend=":")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -149,12 +149,12 @@ def test_a_gang_on_free_devices_is_measured(cluster, smi):
     end = run(cluster, "ok")
     assert isinstance(end.outcome, Measured), end.outcome
     assert end.outcome.measurement.places == ("gpu-node/0", "gpu-node/1")
-    asked = [query for query in smi.asked if "compute-apps" in query]
-    assert len(asked) <= 1, "one question before and one after suffice, and that of the watch for strangers beside it"
+    queries = [query for query in smi.queries if "compute-apps" in query]
+    assert len(queries) <= 1, "one query before and one after suffice, shared with the watch for strangers"
 
 
 @pytest.mark.slow
-def test_memory_that_a_program_does_not_tell_is_what_was_in_use_on_its_device(cluster, smi, tmp_path):
+def test_unreported_memory_is_the_memory_in_use_on_the_device(cluster, smi, tmp_path):
     spec = scripts.spec(scripts.write(tmp_path / "own", f"{scripts.STEPS}train()\ntime.sleep(1.5)\n"))
     end = run(cluster, scripts.RUNNER, spec=spec)
     assert isinstance(end.outcome, Measured), end.outcome
@@ -163,9 +163,9 @@ def test_memory_that_a_program_does_not_tell_is_what_was_in_use_on_its_device(cl
 
 
 @pytest.mark.slow
-def test_nothing_starts_on_a_device_that_somebody_else_uses(cluster, smi, pids):
+def test_nothing_starts_on_a_device_in_use_by_another_process(cluster, smi, pids):
     smi.uses(4, 70000)
-    smi.says("apps", "echo 'GPU-0001-abcd, 4711, 69000'\n")
+    smi.answers("apps", "echo 'GPU-0001-abcd, 4711, 69000'\n")
     end = run(cluster, "hangs_at_start", spec={"pids": pids})
     assert isinstance(end.outcome, GangLost)
     assert (end.outcome.cause, end.outcome.evidence.node) == ("infrastructure", "gpu-node")
@@ -192,12 +192,12 @@ def test_the_gang_is_over_when_its_devices_are_free_again(cluster, smi, pids, la
     """The driver shows memory in use at the first look after the gang; at the second none, or it fails."""
     gang = launch(cluster, "hangs_at_start", spec={"pids": pids})
     wait_for_pids(pids, 2)
-    smi.says("later", later)
-    smi.says("gpus", f"echo '{_row(0, 9000)}'; mv {smi.folder}/later {smi.folder}/gpus")
-    before = len(smi.asked)
+    smi.answers("later", later)
+    smi.answers("gpus", f"echo '{_row(0, 9000)}'; mv {smi.folder}/later {smi.folder}/gpus")
+    before = len(smi.queries)
     os.kill(living(pids)[0], signal.SIGKILL)
     end = end_of(cluster, gang)
     assert isinstance(end.outcome, GangLost) and end.outcome.cause == "killed", "what it died of, not what came later"
-    assert len(smi.asked) == before + 2
+    assert len(smi.queries) == before + 2
     notes = [text for text in end.outcome.evidence.collateral if "device_busy" in text]
     assert notes == ([] if note is None else [f"gpu-node: device_busy: {note}"])

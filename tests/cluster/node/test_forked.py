@@ -66,7 +66,7 @@ def failure(category, message, **changes):
         ("deadline", "no progress for 120 s", f"{ECC}\n{TORCHRUN}", "deadline"),
     ],
 )
-def test_an_abort_is_put_down_to_what_its_log_says(tmp_path, category, message, log, found):
+def test_an_abort_is_classified_by_its_log(tmp_path, category, message, log, found):
     path = tmp_path / "rank1.log"
     path.write_text(f"step 1 loss 9.8\n{log}\n")
     before = failure(category, message)
@@ -99,8 +99,8 @@ def test_a_log_without_lines_is_searched_in_no_time(tmp_path):
     assert time.process_time() - began_s < 10
 
 
-def test_words_that_mean_memory_only_where_none_is_left(monkeypatch):
-    """The device is asked where an error has no better reason; a device that SYCL calls lost may be a full one."""
+def test_ambiguous_errors_mean_out_of_memory_only_if_the_device_is_full(monkeypatch):
+    """The device is checked where an error has no better reason; a device that SYCL calls lost may be a full one."""
     monkeypatch.setattr(ranks, "is_memory_full", lambda device: device == "xpu")
     lost = RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
     handle = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
@@ -108,14 +108,14 @@ def test_words_that_mean_memory_only_where_none_is_left(monkeypatch):
     assert [ranks._category(error, "cuda") for error in (lost, handle)] == ["device_suspect", "error"]
 
 
-def test_the_memory_of_the_host_is_the_devices_where_the_device_is_the_cpu(tmp_path):
+def test_host_memory_is_device_memory_on_a_cpu(tmp_path):
     path = tmp_path / "rank1.log"
     path.write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
     assert with_logged_cause(failure("exit", KILLED), path, "cuda").category == "host_oom"
     assert with_logged_cause(failure("exit", KILLED), path, "cpu").category == "oom"
 
 
-def test_devices_are_named_in_the_line_that_people_see():
+def test_the_failure_line_names_devices():
     lost = failure("device_lost", "CUDA error: uncorrectable ECC error\nCUDA kernel errors might be")
     one, two = with_devices(lost, ("GPU-1",)), with_devices(lost, ("GPU-1", "GPU-2"))
     assert one.message == "CUDA error: uncorrectable ECC error (device GPU-1)\nCUDA kernel errors might be"
@@ -129,7 +129,7 @@ def test_devices_are_named_in_the_line_that_people_see():
     ("category", "message"),
     [how_it_ended(-signal.SIGBUS, OomKills()), ("error", "the command was killed by signal 7 after 3 of 10 steps")],
 )
-def test_a_bus_error_is_for_want_of_shared_memory_where_there_is_little(tmp_path, monkeypatch, category, message):
+def test_a_bus_error_means_too_little_shared_memory_where_it_is_small(tmp_path, monkeypatch, category, message):
     monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path / "none")
     found = with_host_cause(failure(category, message), OomKills(), tmp_path)
     assert found.category == "host_oom"
@@ -149,13 +149,13 @@ def test_a_bus_error_is_for_want_of_shared_memory_where_there_is_little(tmp_path
         (137, "exit"),
     ],
 )
-def test_only_signals_that_programs_do_not_get_for_their_errors_come_from_outside(tmp_path, exit_code, category):
+def test_only_signals_not_caused_by_program_errors_come_from_outside(tmp_path, exit_code, category):
     assert how_it_ended(exit_code, OomKills())[0] == category
     program = failure("error", f"the command {judge.how_it_ended(exit_code)} after 3 of 10 steps")
     assert with_host_cause(program, OomKills(), tmp_path).category == ("killed" if category == "killed" else "error")
 
 
-def test_what_fails_on_a_full_disk_is_the_hosts_fault(tmp_path, monkeypatch):
+def test_failures_on_a_full_disk_are_the_fault_of_the_host(tmp_path, monkeypatch):
     broken = failure("error", "the command exited with code 0 but reported no step")
     assert with_host_cause(broken, OomKills(), tmp_path) is broken
     monkeypatch.setattr("trials.files.FULL_BYTES", 1 << 80)

@@ -45,7 +45,7 @@ def frame(file, number, function):
     ],
 )
 def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cuda):
-    """Methods of tensors and events have no frame of their own: the line that calls them tells."""
+    """Methods of tensors and events have no Python frame: the calling line identifies them."""
     code = tmp_path / "step.py"
     code.write_text(f"def step():\n{line}\n")
     assert judge(frame(code, 2, "step"), "cuda")[0] is on_cuda
@@ -69,7 +69,7 @@ def test_frames_of_torch_on_accelerators(file, function, stack_state):
     assert judge(frame(f"/opt/site-packages/{file}", 1, function), "cuda")[0] is stack_state
 
 
-TELLS_LATE = """
+ANSWERS_LATE = """
 import _signal as signal, faulthandler, json, os, sys, time
 def {name}(deaf_s):
     signal.pthread_sigmask(signal.SIG_UNBLOCK if deaf_s <= 0 else signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -88,15 +88,15 @@ with open(f"rank{{os.environ['RANK']}}.jsonl", "w") as file:
 
 @pytest.fixture
 def ranks_of_one_slot(tmp_path):
-    """Starts processes that take the signal only so many seconds after they are let go, each in a function of its own,
-    and gives what is seen of them as ranks of one slot."""
+    """Starts processes that take the signal only so many seconds after they are let go, each in a separate function,
+    and yields what is seen of them as ranks of one slot."""
     started = []
 
     def see(**deaf_s):
         log = tmp_path / "rank0.log"
         with log.open("ab") as file:
             for rank, (name, seconds) in enumerate(deaf_s.items()):
-                command = [sys.executable, "-c", TELLS_LATE.format(name=name), str(seconds)]
+                command = [sys.executable, "-c", ANSWERS_LATE.format(name=name), str(seconds)]
                 environment = {**os.environ, "RANK": str(rank)}
                 pipe = subprocess.PIPE
                 started.append(
@@ -125,8 +125,8 @@ def ranks_of_one_slot(tmp_path):
         process.communicate()
 
 
-def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
-    """As on a loaded node: the first dump is written while the second rank would be asked, by the clock."""
+def test_a_late_stack_is_attributed_to_its_rank(ranks_of_one_slot):
+    """As on a loaded node: the first dump is written when the request to the second rank would be due."""
     seen = ranks_of_one_slot(in_a_lock=1.0, in_a_file=0)
     assert [(rank, "in_a_lock" in one.where, "in_a_file" in one.where) for rank, one in sorted(seen.items())] == [
         (0, True, False),
@@ -135,13 +135,13 @@ def test_a_stack_that_comes_late_is_that_of_its_own_rank(ranks_of_one_slot):
 
 
 @pytest.mark.slow
-def test_a_rank_that_lives_and_does_not_answer_is_not_blamed_for_that(ranks_of_one_slot):
+def test_a_live_rank_is_not_blamed_for_not_answering(ranks_of_one_slot):
     seen = ranks_of_one_slot(in_the_kernel=60, in_a_file=0)
     assert (seen[0].stack_state, seen[0].where) == (StackState.UNCLEAR, "it did not report its stack in time")
     assert (seen[1].stack_state, "in_a_file" in seen[1].where) == (StackState.ELSEWHERE, True)
 
 
-def test_a_late_stack_is_not_taken_for_that_of_another_rank(ranks_of_one_slot, monkeypatch):
+def test_a_late_stack_is_not_attributed_to_another_rank(ranks_of_one_slot, monkeypatch):
     monkeypatch.setattr(hang, "DUMP_S", 1.0)
     seen = ranks_of_one_slot(late=1.5, later=1.7)
     assert [seen[rank].where for rank in (0, 1)] == ["it did not report its stack in time"] * 2
@@ -183,18 +183,18 @@ def alone(tmp_path):
 def settled():
     """The record, once gloo's thread has noted that the last collective ended: after its caller went on, often."""
     deadline_s = time.monotonic() + 10
-    while (told := hang.read_record()).calls and time.monotonic() < deadline_s:
+    while (record := hang.read_record()).calls and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    return told
+    return record
 
 
 def test_a_dump_reads_the_same_as_json_and_as_a_pickle(alone):
-    told = settled()
-    (place,) = [place for place in told.places if place.label == "tp"]
+    record = settled()
+    (place,) = [place for place in record.places if place.label == "tp"]
     assert (place.ranks, place.entered) == ((0,), 2)
-    assert told.calls == ()
+    assert record.calls == ()
     pickled = unpickled(torch._C._distributed_c10d._dump_fr_trace())
-    assert hang.summary(pickled, hang._members()) == told
+    assert hang.summary(pickled, hang._members()) == record
 
 
 class Evil:
@@ -208,7 +208,7 @@ def test_a_dump_cannot_run_code():
             unpickled(content)
 
 
-def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, alone):
+def test_a_rank_that_cannot_answer_is_dumped_through_the_nccl_pipe(tmp_path, alone):
     """A thread stands in for NCCL's: it makes the pipe that the environment names, and dumps when a byte comes."""
     environment = recorder_env(tmp_path, {})
     rank = RecordedRank(rank=3, folder=tmp_path, request_write=-1)
@@ -228,7 +228,7 @@ def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, a
     found = records([rank])
     thread.join()
     os.close(reading)
-    assert listening(tmp_path) == [], "a pipe that nobody reads is of another host, or of the dead"
+    assert listening(tmp_path) == [], "a pipe without a reader belongs to another host or a dead process"
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] + "3" == str(rank.dump)
     assert isinstance(found[3], FlightRecord)
     assert [place.entered for place in found[3].places] == [2]
@@ -244,7 +244,7 @@ def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, a
         ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}, {"TORCH_FR_DUMP_TEMP_FILE": "/mine"}),
     ],
 )
-def test_a_variable_of_the_users_is_theirs_under_all_of_its_names(tmp_path, theirs, ours):
+def test_a_user_variable_is_kept_under_all_of_its_names(tmp_path, theirs, ours):
     found = recorder_env(tmp_path, theirs)
     assert {name: found.get(name) for name in ours} == ours
     assert found.keys().isdisjoint(theirs)
@@ -262,21 +262,21 @@ os._exit(0)  # gloo's threads need not outlive the interpreter
 
 
 @pytest.mark.slow
-def test_torch_obeys_the_users_number_of_operations_under_its_older_name(tmp_path):
+def test_torch_uses_the_buffer_size_set_under_its_older_name(tmp_path):
     theirs = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "3"}
     environment = {**os.environ, **theirs, **recorder_env(tmp_path, theirs)}
     ran = subprocess.run([sys.executable, "-c", SIZE], env=environment, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout.strip()) == (0, "3"), ran.stderr
 
 
-def test_where_c_code_holds_the_interpreter_only_a_rank_without_a_thread_is_asked_twice(tmp_path):
+def test_a_rank_blocked_in_c_code_gets_one_dump_request_unless_it_lacks_a_thread(tmp_path):
     """NCCL names the Python frames in what it dumps, for which it needs the interpreter as well."""
-    asked, asking = os.pipe()
+    request_read, asking = os.pipe()
     os.mkfifo(tmp_path / "nccl-flight-rank0.pipe")
     reading = os.open(tmp_path / "nccl-flight-rank0.pipe", os.O_RDONLY | os.O_NONBLOCK)
     assert records([RecordedRank(rank=0, folder=tmp_path, request_write=asking)]) == {}
-    assert (os.read(asked, 9), os.read(reading, 9)) == (b"?", b"")
-    for descriptor in (asked, asking, reading):
+    assert (os.read(request_read, 9), os.read(reading, 9)) == (b"?", b"")
+    for descriptor in (request_read, asking, reading):
         os.close(descriptor)
 
 
@@ -287,8 +287,8 @@ def _read(pipe):
         return b""
 
 
-def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
-    """As in builds for CUDA, whose recorder has a function of its own."""
+def test_the_nccl_recorder_reader_is_found_by_name(monkeypatch):
+    """As in builds for CUDA, whose recorder has a separate function."""
     names = [function.__name__ for function in hang._readers()]
     assert "_dump_fr_trace_json" in names
     monkeypatch.setattr(
@@ -297,7 +297,9 @@ def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
     assert len(hang._readers()) == len(names) + 1
 
 
-def test_the_tail_of_a_log_leaves_out_what_torch_says_of_our_variables(tmp_path):
-    said = "[W1122 20:46:22.53 Utils.hpp:137] Warning: Environment variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated;"
-    (tmp_path / "log").write_text(f"{said} use TORCH_FR_BUFFER_SIZE instead (function operator())\nValueError: no\n")
+def test_the_tail_of_a_log_omits_torch_warnings_about_our_variables(tmp_path):
+    warning = (
+        "[W1122 20:46:22.53 Utils.hpp:137] Warning: Environment variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated;"
+    )
+    (tmp_path / "log").write_text(f"{warning} use TORCH_FR_BUFFER_SIZE instead (function operator())\nValueError: no\n")
     assert tail_of(tmp_path / "log") == ("ValueError: no",)

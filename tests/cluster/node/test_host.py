@@ -61,7 +61,7 @@ esac
 
 
 @pytest.mark.parametrize("known", ["clocks_event_reasons.active", "clocks_throttle_reasons.active"])
-def test_reasons_for_lower_clocks_are_read_under_the_name_that_the_driver_knows(known, tmp_path, monkeypatch):
+def test_clock_throttle_reasons_are_read_under_the_name_of_the_driver_version(known, tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI.format(known=known))
     program.chmod(0o755)
@@ -80,7 +80,7 @@ def burner():
     return int(started.stdout)
 
 
-def test_what_descends_from_the_owner_is_no_foreign_load():
+def test_descendants_of_the_owner_are_not_foreign_load():
     """However busy the host is: from the first process all others descend but the kernel's own threads."""
     before = load_watch.sample_cpu()
     time.sleep(load_watch.MIN_WINDOW_S)
@@ -91,10 +91,10 @@ def test_what_descends_from_the_owner_is_no_foreign_load():
     assert {name.rpartition(" ")[0] for name in found.foreign_processes} <= kernel
 
 
-def test_a_busy_process_of_somebody_else_is_found_and_named(burner):
+def test_a_busy_foreign_process_is_found_and_named(burner):
     before = load_watch.sample_cpu()
     end_s = time.monotonic() + load_watch.MIN_WINDOW_S
-    while time.monotonic() < end_s:  # our own load, beside it
+    while time.monotonic() < end_s:  # our own load, next to it
         pass
     after = load_watch.sample_cpu()
     own = load_watch.family(after.processes, os.getpid())
@@ -112,7 +112,7 @@ def _burnt_here(before, after):
     return (after.processes[pid].own_ticks - before.processes[pid].own_ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_window_too_short_to_count_in_says_nothing(tmp_path):
+def test_a_window_too_short_to_measure_yields_no_figure(tmp_path):
     watch = LoadWatch("n", (), tmp_path)
     watch.end()
     assert watch.found is None, "it never measured"
@@ -130,7 +130,7 @@ def test_throttling_clocks_and_heat_are_read_from_what_nvidia_smi_prints():
     hot = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, "", called("GPU-5d0c"), ())
     assert (hot.throttled_by, hot.highest_temperature_c, hot.is_disturbing) == (("hw_thermal",), 88.0, True)
     nothing = with_devices(Disturbance(node="n", seconds=9.0), "", "", called("0"), ())
-    assert nothing == Disturbance(node="n", seconds=9.0), "nvidia-smi said nothing: unknown, and no error"
+    assert nothing == Disturbance(node="n", seconds=9.0), "no output of nvidia-smi: unknown, and no error"
 
 
 def test_usage_of_a_busy_node_is_sampled_and_halved_when_full(monkeypatch):
@@ -161,19 +161,19 @@ def test_usage_of_the_gangs_devices_is_read_from_what_nvidia_smi_prints():
 def test_the_most_memory_in_use_on_devices_is_kept():
     samples = parse_samples(CLOCKS)
     assert (most_used(samples, called("0", "1")), most_used(samples, called("GPU-5d0c"))) == (12000 << 20, 20 << 20)
-    assert most_used(samples, called("2")) == 0, "not told"
+    assert most_used(samples, called("2")) == 0, "not reported"
 
 
-def test_processes_of_others_on_the_devices_are_told_from_the_gangs_own():
+def test_foreign_processes_on_devices_are_distinguished_from_the_gang():
     uuid, mine, other, hidden = CLOCKS.split(", ")[1], os.getpid(), os.getppid(), 4194305
-    told = "".join(f"{uuid}, {pid}\n" for pid in (mine, other, hidden, "[N/A]"))
-    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, called("0"), {mine})
-    assert found.foreign_on_devices == (f"pid {other} on GPU 0",), "a pid that means nothing here is nobody's"
-    assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, told, called("1"), {mine}).foreign_on_devices
+    texts = "".join(f"{uuid}, {pid}\n" for pid in (mine, other, hidden, "[N/A]"))
+    found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, texts, called("0"), {mine})
+    assert found.foreign_on_devices == (f"pid {other} on GPU 0",), "a pid unknown here has no owner"
+    assert not with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, texts, called("1"), {mine}).foreign_on_devices
 
 
-def test_of_a_slice_clocks_and_heat_are_its_gpus_but_not_memory_or_processes():
-    """nvidia-smi tells of whole GPUs; in the other slices of one somebody else may compute, as in another machine."""
+def test_a_slice_has_the_clocks_and_heat_of_its_gpu_but_not_its_memory_or_processes():
+    """nvidia-smi reports whole GPUs; other slices of one may be in use by others, as on another machine."""
     uuid = CLOCKS.split("\n")[1].split(", ")[1]
     part = [DeviceHandle(name="MIG-cccc", uuid="MIG-cccc", gpu_uuid=uuid)]
     found = with_devices(Disturbance(node="n", seconds=9.0), CLOCKS, f"{uuid}, {os.getppid()}\n", part, ())
@@ -183,7 +183,7 @@ def test_of_a_slice_clocks_and_heat_are_its_gpus_but_not_memory_or_processes():
     assert most_used(parse_samples(CLOCKS), part) == 0
 
 
-def test_of_many_nodes_the_most_disturbed_are_kept():
+def test_only_the_most_disturbed_of_many_nodes_are_kept():
     quiet = [Disturbance(node=f"n{i}", seconds=5.0, foreign_cpu=0.001 * i) for i in range(20)]
     kept = most_disturbed([*quiet, replace(quiet[0], node="busy", steal=0.4)])
     assert len(kept) == 8 and kept[0].node == "busy" and kept[1].node == "n19"
@@ -225,7 +225,7 @@ def cluster(small_group, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("where", ["rank", "loader"])
-def test_a_rank_killed_for_want_of_host_memory_is_told_from_other_deaths(cluster, pids, where):
+def test_a_rank_killed_by_the_oom_killer_is_distinguished_from_other_deaths(cluster, pids, where):
     end = run(cluster, "eats_memory", spec={"pids": pids, "where": where})
     assert living(pids) == []
     assert isinstance(end.outcome, HostOutOfMemory), end.outcome
@@ -235,7 +235,7 @@ def test_a_rank_killed_for_want_of_host_memory_is_told_from_other_deaths(cluster
 
 
 @pytest.mark.slow
-def test_ranks_that_may_use_more_than_there_is_are_not_started(cluster, pids):
+def test_ranks_that_may_exceed_host_memory_are_not_started(cluster, pids):
     end = run(cluster, "hangs_at_start", spec={"pids": pids, "memory_limit_bytes": LIMIT_BYTES})
     assert isinstance(end.outcome, GangLost)
     assert "2 rank(s) may use 1.0 GiB each, but 0." in end.outcome.evidence.message
@@ -243,7 +243,7 @@ def test_ranks_that_may_use_more_than_there_is_are_not_started(cluster, pids):
     assert not isinstance(run(cluster, "raises", spec={"rank": 0, "memory_limit_bytes": 1 << 20}).outcome, GangLost)
 
 
-def test_memory_is_short_when_the_ranks_together_may_use_more_than_is_available():
+def test_memory_is_short_when_all_ranks_may_exceed_what_is_available():
     available = available_bytes()
     assert shortage(1, available // 2) is None
     assert shortage(4, available // 2) is not None
@@ -289,11 +289,11 @@ def test_both_versions_of_control_groups_are_read(version, tmp_path, monkeypatch
         (RuntimeError("NCCL error: ncclSystemError: System call failed"), "connection", "connection"),
     ],
 )
-def test_only_beside_a_gpu_is_host_memory_another_than_the_devices(error, on_cpu, on_cuda):
+def test_host_memory_is_distinct_from_device_memory_only_with_a_gpu(error, on_cpu, on_cuda):
     assert (classify(error, "cpu"), classify(error, "cuda")) == (on_cpu, on_cuda)
 
 
-def test_a_small_dev_shm_is_told_with_what_it_breaks_and_the_remedy(tmp_path, monkeypatch):
+def test_a_small_dev_shm_is_reported_with_consequence_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(load_watch, "SHARED_MEMORY", tmp_path)
     assert load_watch.shared_memory_shortage(1) is None
     assert re.match(r"\d+ of \d+ MiB are free in .* NCCL .* --shm-size=8g", load_watch.shared_memory_shortage(1 << 60))
@@ -301,7 +301,7 @@ def test_a_small_dev_shm_is_told_with_what_it_breaks_and_the_remedy(tmp_path, mo
     assert "does not exist" in load_watch.shared_memory_shortage(1)
 
 
-def test_a_fork_server_that_cannot_start_ends_with_its_own_words(tmp_path, monkeypatch):
+def test_a_fork_server_that_cannot_start_reports_its_output(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
     program.chmod(0o700)
@@ -333,13 +333,13 @@ def test_an_agent_warns_of_a_small_dev_shm_when_it_starts(tmp_path, monkeypatch,
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     agent = Agent(node="n7", workdir=tmp_path / "work", preload=("json",), search_path=sys.path)
     agent.close()
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     warned = [
         text
-        for text in told
+        for text in texts
         if text.startswith("fork server on n7: ") and "does not exist" in text and "--shm-size=8g" in text
     ]
-    assert (told != [], warned) == (is_short, told)
+    assert (texts != [], warned) == (is_short, texts)
 
 
 @pytest.mark.exhaustive
@@ -348,8 +348,8 @@ def test_a_lease_whose_agents_cannot_start_ends_at_once(tmp_path):
     """What waits for nodes would otherwise wait for ever: it would be the same tomorrow."""
     name = discover_node().name
     (tmp_path / f"fork-server-{name}.log").mkdir(parents=True)
-    told = []
+    texts = []
     began_s = time.monotonic()
     with pytest.raises(ClusterError, match=r"the agent did not start on node .* Is a directory"):
-        connect(ClusterRequest(devices_per_node=1), workdir=tmp_path, on_wait=told.append)
+        connect(ClusterRequest(devices_per_node=1), workdir=tmp_path, on_wait=texts.append)
     assert time.monotonic() - began_s < 100

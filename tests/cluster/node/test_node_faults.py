@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault]
     ],
     ids=["sleep", "stop", "c"],
 )
-def test_of_ranks_in_one_step_the_one_that_hangs_is_blamed_with_its_stack(local_cluster, pids, how, where, innermost):
+def test_the_hanging_rank_of_one_step_is_blamed_with_its_stack(local_cluster, pids, how, where, innermost):
     spec = {"pids": pids, "rank": 1, "how": how}
     end = run(local_cluster, "hangs_in_step", world_size=3, spec=spec, deadlines=Deadlines(stall_s=1.0))
     assert living(pids) == []
@@ -74,7 +74,7 @@ def test_of_ranks_in_one_step_the_one_that_hangs_is_blamed_with_its_stack(local_
         ),
     ],
 )
-def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed):
+def test_an_abort_by_the_watchdog_is_classified_by_its_log(local_cluster, why, is_node_blamed):
     """NCCL's watchdog ends the process by SIGABRT: no fault of the candidate, by the line that it writes before."""
     end = run(local_cluster, "aborts_as_the_watchdog_does", spec={"rank": "1", "why": why})
     assert isinstance(end.outcome, GangLost), end.outcome
@@ -96,7 +96,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
     ],
     ids=["late", "soon", "never"],
 )
-def test_a_kernel_that_breaks_off_waits_for_word_of_a_peers_device(local_cluster, words, rank, is_node_blamed):
+def test_a_failed_kernel_waits_for_device_errors_of_peers(local_cluster, words, rank, is_node_blamed):
     end = run(local_cluster, "raises_one_after_the_other", world_size=3, spec={"words": words})
     assert isinstance(end.outcome, GangLost), end.outcome
     evidence = end.outcome.evidence
@@ -140,7 +140,7 @@ def test_a_slow_compilation_is_no_stall(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_result_survives_a_process_group_that_cannot_be_left(local_cluster):
-    """The report is told before, and leaving has a deadline of its own."""
+    """The report is sent before, and leaving has a separate deadline."""
     spec = to_json(tiny_spec(Layout(dp_replicate=2)))
     end = run(local_cluster, "cannot_leave", spec=spec, deadlines=Deadlines(stall_s=40.0))
     assert isinstance(end.outcome, Measured), end.outcome
@@ -170,7 +170,7 @@ def test_sigterm_to_all_of_a_nodes_processes_is_a_preemption(local_cluster, pids
     assert end.outcome.cause == "preempted"
 
 
-def test_ranks_say_where_they_really_ran(local_cluster):
+def test_ranks_report_where_they_ran(local_cluster):
     end = run(local_cluster, "ok", devices=local_cluster.topology.devices[1:3])
     assert isinstance(end.outcome, Measured)
     name = local_cluster.topology.nodes[0].name
@@ -217,7 +217,7 @@ def gone(agent):
     return events[-1].results
 
 
-def test_ranks_end_when_the_controller_falls_silent_and_it_hears_of_that_later(agent, pids):
+def test_ranks_end_when_the_controller_goes_silent_and_report_it_later(agent, pids):
     start(agent, "hangs_at_start", pids)
     for _ in range(20):
         agent.poll(0.1)
@@ -229,7 +229,7 @@ def test_ranks_end_when_the_controller_falls_silent_and_it_hears_of_that_later(a
     assert "lost contact with the controller" in outcome.evidence.message
 
 
-def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_no_deadline_passed_there(agent, tmp_path, pids):
+def test_the_node_with_the_hanging_rank_is_blamed_although_its_deadline_has_not_passed(agent, tmp_path, pids):
     """Node "n" sees its deadline, but its rank only waits in a collective for the one on "m", which is then seen."""
     spec = {"pids": pids, "rank": 1, "how": "sleep"}
     other = Agent(node="m", workdir=tmp_path / "m", preload=PRELOAD, search_path=sys.path)
@@ -257,9 +257,9 @@ def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_no_deadline
 
 
 def poll_all(agents, tracker):
-    """What follows for the gang from what its nodes tell."""
-    told = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
-    return [found for name, event in told for found in tracker.handle(name, event, now_s=1.0)]
+    """The outcome of the gang from the events of its nodes."""
+    node_events = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
+    return [found for name, event in node_events for found in tracker.handle(name, event, now_s=1.0)]
 
 
 @pytest.fixture

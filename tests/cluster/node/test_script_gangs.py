@@ -1,4 +1,4 @@
-"""Gangs whose ranks run a user's program: where they meet, what is known of them, how a hang is told."""
+"""Gangs whose ranks run a user's program: where they meet, what is known of them, how a hang is reported."""
 
 import socket
 import sys
@@ -33,7 +33,7 @@ def measured(cluster, path, **options):
     return end, end.outcome.measurement
 
 
-def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp_path):
+def test_ranks_meet_and_unreported_figures_come_from_the_system_or_are_unknown(tmp_path):
     text = scripts.MEETS + scripts.STEPS + "time.sleep(1.5)\ntrain()\n"  # memory is looked at twice a second
     with LocalCluster(tmp_path / "work", discover_node(num_devices=2), preload=SCRIPT_PRELOAD) as cluster:
         end, found = measured(cluster, scripts.write(tmp_path / "own", text))
@@ -47,7 +47,7 @@ def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp
     assert not cache.exists(), "caches go with the lease"
 
 
-def test_a_command_that_starts_its_ranks_has_all_devices_of_its_slot(cluster, tmp_path):
+def test_a_command_that_starts_its_ranks_gets_all_devices_of_its_slot(cluster, tmp_path):
     seen = 'assert os.environ["NPROC_PER_NODE"] == "3" and os.environ["WORLD_SIZE"] == "unset"'
     text = f"import os\nos.environ.setdefault('WORLD_SIZE', 'unset')\n{seen}\n{scripts.STEPS}train()\n"
     options = {"num_devices": 3, "launcher": "own"}
@@ -56,7 +56,7 @@ def test_a_command_that_starts_its_ranks_has_all_devices_of_its_slot(cluster, tm
     assert (found.world_size, len(found.places)) == (3, 3)
 
 
-def test_a_port_that_is_taken_is_no_fault_of_the_candidate(cluster, tmp_path):
+def test_a_port_in_use_is_no_fault_of_the_candidate(cluster, tmp_path):
     text = "import socket\nwith socket.create_server(('127.0.0.1', PORT)): pass\n"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         text = text.replace("PORT", str(taken.getsockname()[1]))
@@ -131,8 +131,8 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1
         pytest.param((sys.executable,), ABORTS_AS_A_CHILD, id="spawn", marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_abort_of_a_rank_that_the_command_starts_itself_is_what_its_log_says(cluster, tmp_path, head, program):
-    """Its launcher ends with a code of its own. What a kernel under tuning found no memory for was survived."""
+def test_an_abort_of_a_rank_started_by_the_command_is_classified_by_its_log(cluster, tmp_path, head, program):
+    """Its launcher ends with another exit code. The out-of-memory error of a kernel under tuning was survived."""
     path = scripts.write(tmp_path / "own", program)
     argv = [word.replace("PYTHON", sys.executable) for word in (*head, str(path))]
     spec = scripts.spec(path, num_devices=2, launcher="own") | {"argv": argv}
@@ -159,7 +159,7 @@ def stuck():
 @pytest.mark.parametrize(
     ("rank", "how"), [("0", "it was in stuck (train.py:"), ("none", "its program had printed nothing for ")]
 )
-def test_a_hanging_program_is_asked_for_its_stack_only_where_that_does_not_end_it(cluster, tmp_path, rank, how):
+def test_the_stack_of_a_hanging_program_is_requested_only_if_that_does_not_end_it(cluster, tmp_path, rank, how):
     text = f"{scripts.STEPS}{REGISTERS}train(2)\nstuck()\n"
     path = scripts.write(tmp_path / "own", text)
     spec = scripts.spec(path)
@@ -170,7 +170,7 @@ def test_a_hanging_program_is_asked_for_its_stack_only_where_that_does_not_end_i
     assert "step 2 loss 2.8 took 20 ms" in outcome.evidence.log_tail
 
 
-def test_ranks_that_say_nothing_keep_the_deadlines_of_those_that_do(cluster, tmp_path):
+def test_silent_ranks_keep_the_deadlines_of_reporting_ranks(cluster, tmp_path):
     text = f"import os\n{scripts.STEPS}\ntime.sleep(1.5)\ntrain() if os.environ['RANK'] == '1' else time.sleep(2)\n"
     spec = scripts.spec(scripts.write(tmp_path / "own", text))
     deadlines = Deadlines(starting_s=4.0)
@@ -186,7 +186,7 @@ def wait_for_nothing():
 
 
 @pytest.mark.exhaustive
-def test_with_our_hook_the_line_is_told_at_which_one_of_two_ranks_hangs(cluster, tmp_path):
+def test_the_hook_reports_the_line_at_which_one_of_two_ranks_hangs(cluster, tmp_path):
     stops = "    if step == 3 and dist.get_rank() == 1:\n        wait_for_nothing()\n    loss.backward()\n"
     text = STUCK + scripts.DDP.replace("    loss.backward()\n", stops)
     spec = scripts.spec(scripts.write(tmp_path / "own", text), hook=True)
@@ -230,7 +230,7 @@ for step in range(1, 9):
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(cluster, tmp_path):
+def test_ranks_started_by_a_program_are_distinguished_by_their_records(cluster, tmp_path):
     """One slot, three ranks: the records name ranks, of which the slot's number is one by chance only."""
     spec = scripts.spec(scripts.write(tmp_path / "own", STARTS_RANKS + RECORDS), num_devices=3, launcher="own")
     options = {"one_rank_per_node": True}
@@ -244,8 +244,8 @@ def test_ranks_that_a_program_starts_itself_are_told_apart_by_their_own_records(
     assert end.outcome.evidence.rank == 0, "the slot's number, after which its log is called"
 
 
-def test_ranks_of_one_slot_tell_their_stacks_one_by_one(cluster, tmp_path):
-    """They write to one log, and only the one that said it would is asked."""
+def test_ranks_of_one_slot_dump_their_stacks_one_by_one(cluster, tmp_path):
+    """They write to one log, and only the one that registered a handler gets a request."""
     text = f"{STARTS_RANKS}{scripts.STEPS}{REGISTERS}train(2) if os.environ['RANK'] == '0' else None\nstuck()\n"
     for told in ("0", "1"):
         spec = scripts.spec(scripts.write(tmp_path / told, text), num_devices=2, launcher="own")
@@ -257,7 +257,7 @@ def test_ranks_of_one_slot_tell_their_stacks_one_by_one(cluster, tmp_path):
         assert ["it was in stuck (train.py:" in words for words in seen] == [told == "0", told == "1"], seen
 
 
-def test_a_rank_that_reports_nothing_is_looked_at_as_well(cluster, tmp_path):
+def test_a_rank_that_reports_nothing_is_inspected_too(cluster, tmp_path):
     """Rank 0 alone prints, and waits for rank 1: who hangs cannot be known, and is not taken to be rank 0."""
     text = f"import os\n{scripts.STEPS}\ntrain(2) if os.environ['RANK'] == '0' else None\ntime.sleep(600)\n"
     spec = scripts.spec(scripts.write(tmp_path / "own", text))

@@ -47,8 +47,8 @@ def request(nodes, num_nodes, **rest):
 
 @pytest.fixture(scope="module")
 def lease(nodes, tmp_path_factory):
-    asked = request(nodes, 2, claim=CLAIM)
-    with connect(asked, workdir=tmp_path_factory.mktemp("nodes"), preload=PRELOAD) as leased:
+    requested = request(nodes, 2, claim=CLAIM)
+    with connect(requested, workdir=tmp_path_factory.mktemp("nodes"), preload=PRELOAD) as leased:
         leased.resize(2)
         yield leased
 
@@ -68,7 +68,7 @@ def num_free_cpus():
 
 
 @pytest.mark.exhaustive
-def test_what_cannot_be_had_is_told_and_waited_for_as_long_as_somebody_listens(nodes, tmp_path, monkeypatch):
+def test_unavailable_nodes_are_reported_and_waited_for_until_the_caller_gives_up(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(connecting, "INFEASIBLE_WAIT_S", 0.5)
     words = r"4 nodes requested, each with 4 CPUs; the Ray cluster has 3"
     with pytest.raises(ClusterError, match=words):
@@ -116,7 +116,7 @@ def test_a_gang_spans_nodes(lease, pids):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["env", "own"])
-def test_a_program_of_the_users_own_spans_nodes_and_is_told_where_to_meet(lease, tmp_path, launcher):
+def test_a_user_program_spans_nodes_and_gets_the_rendezvous_address(lease, tmp_path, launcher):
     path = scripts.write(tmp_path / "own", scripts.DDP)
     own = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank {node_rank}"
     address = "--master-addr {master_addr} --master-port {master_port}"
@@ -136,7 +136,7 @@ def test_a_program_of_the_users_own_spans_nodes_and_is_told_where_to_meet(lease,
 
 
 @pytest.mark.exhaustive
-def test_a_node_without_the_programs_folder_is_named_with_it(lease, tmp_path):
+def test_a_node_that_lacks_the_program_folder_is_named_with_it(lease, tmp_path):
     spec = scripts.spec(scripts.write(tmp_path / "own", scripts.STEPS)) | {"cwd": "/nowhere/at/all"}
     end = run(lease, scripts.RUNNER, spec=spec, world_size=1)
     assert end.outcome.evidence.message.startswith("directory /nowhere/at/all does not exist on node ")
@@ -248,8 +248,8 @@ def test_lost_nodes(nodes, lease, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_node_that_is_taken_away_is_told_apart_from_one_that_fails(lease):
-    """Ray's word for it is draining: it comes some time before the node goes. Runs last."""
+def test_a_drained_node_is_distinguished_from_a_failed_one(lease):
+    """Ray calls this draining: it is announced some time before the node goes. Runs last."""
     import ray
     from ray.core.generated import autoscaler_pb2
 

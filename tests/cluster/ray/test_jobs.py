@@ -38,7 +38,7 @@ class Head:
 
 
 def free_ports(num):
-    """Free ports below those that the kernel hands out, so that nobody gets one before the head does."""
+    """Free ports below those that the kernel hands out, so that no other process gets one before the head."""
     found = []
     while len(found) < num:
         port = 20000 + secrets.randbelow(10000)
@@ -157,9 +157,9 @@ def name():
 
 
 @pytest.mark.exhaustive
-def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(head, jobs, tmp_path, monkeypatch):
+def test_a_job_is_submitted_once_attached_to_and_replaced_by_the_next(head, jobs, tmp_path, monkeypatch):
     monkeypatch.setenv("TEAM_TOKEN", SECRET)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # Ray would prefer it over what it is told
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.9:1")  # Ray would prefer it over its arguments
     go = tmp_path / "go"
     program = (
         "import os, pathlib, sys, time\nprint(sys.argv[1:], os.environ['GREETING'], os.environ['TUNE_CLUSTER_JOB'])\n"
@@ -181,7 +181,7 @@ def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(h
         log += piece
         if str(words) in log:
             go.touch()
-    lines = log.splitlines()  # among them Ray's own, which says what it runs, sometimes late
+    lines = log.splitlines()  # among them Ray's own lines, which name the command, sometimes late
     assert f"{words} a b; c {job_name}-1" in lines and lines[-1] == "end"
     status = jobs.job_status(job)
     assert (status.state, status.exit_code) == ("failed", 3)
@@ -194,7 +194,7 @@ def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(h
 
 
 def everything_kept(head, job):
-    """All that Ray tells of a job to whoever has the token."""
+    """All that Ray reveals of a job to holders of the token."""
     token = Path(head.settings["RAY_AUTH_TOKEN_PATH"]).read_text()
     request = urllib.request.Request(f"{head.dashboard}/api/jobs/{job}", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -202,7 +202,7 @@ def everything_kept(head, job):
 
 
 @pytest.mark.exhaustive
-def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head, jobs):
+def test_a_stopped_job_has_time_to_shut_down_cleanly(head, jobs):
     program = (
         "import signal, sys, time\n"
         "def end(*_):\n    time.sleep(5)\n    print('put in order', flush=True)\n    sys.exit(0)\n"
@@ -219,7 +219,7 @@ def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head, jobs):
     assert jobs.job_status(job).state == "stopped"
 
 
-def test_what_cannot_be_reached_is_told_in_one_message(head, jobs, monkeypatch):
+def test_unreachable_jobs_are_reported_in_one_message(head, jobs, monkeypatch):
     (closed,) = free_ports(1)
     for address, words in (
         (f"127.0.0.1:{closed}", "nothing responds"),
@@ -265,20 +265,20 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head, file, tmp_p
     where = ("--address", head.address, "--home", home)
     first = tune_cluster(head, "submit", file, *where, "--json")
     assert first.returncode == 0, first.stderr
-    told = json.loads(first.stdout)
-    assert re.fullmatch(r"tune-cluster-tiny-\d+", told["job"])
-    assert (told["mode"], told["attached"], told["exit_code"]) == ("ray job", False, None)
+    reply = json.loads(first.stdout)
+    assert re.fullmatch(r"tune-cluster-tiny-\d+", reply["job"])
+    assert (reply["mode"], reply["attached"], reply["exit_code"]) == ("ray job", False, None)
 
     second = tune_cluster(head, "submit", file, *where, "--follow", "--json")
     assert second.returncode == 0, second.stderr
-    assert told["job"] in second.stderr
+    assert reply["job"] in second.stderr
     assert "finished: the budget of 2 trials was used up" in second.stderr
     result = json.loads(second.stdout)
     assert (result["state"], result["trials"]["measured"]) == ("finished", 2)
 
     third = tune_cluster(head, "submit", file, *where, "--json")  # is over: shown here, without another job
     assert json.loads(third.stdout) == result
-    kept = everything_kept(head, told["job"]) + "".join(
+    kept = everything_kept(head, reply["job"]) + "".join(
         path.read_text(errors="replace") for path in home.rglob("*") if path.is_file()
     )
     token = Path(head.settings["RAY_AUTH_TOKEN_PATH"]).read_text()
@@ -287,7 +287,7 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head, file, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_a_home_that_the_head_does_not_see_is_told_where_the_sweep_is_submitted(head, file, tmp_path):
+def test_a_home_invisible_to_the_head_is_reported_at_submission(head, file, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     command = ["submit", str(file), "--address", head.address, "--home", str(home)]

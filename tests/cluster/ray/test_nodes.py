@@ -1,4 +1,4 @@
-"""Which nodes a lease on a Ray cluster takes, and which not, without Ray; ``test_backend.py`` asks a real one."""
+"""Which nodes a lease on a Ray cluster takes, and which not, without Ray; ``test_backend.py`` uses a real one."""
 
 import os
 
@@ -28,7 +28,7 @@ def fitting(wanted, num_nodes, left_out=()):
     return shape.num_devices, [node["NodeID"] for node in view.able(shape)]
 
 
-def test_a_lease_is_of_nodes_alike_the_best_there_are_but_for_those_left_out():
+def test_a_lease_has_equal_nodes_the_best_that_are_not_excluded():
     assert fitting(Wanted(), 1) == (8, ["3"])
     assert fitting(Wanted(), 1, {"3"}) == (4, ["3", "2"])
     assert fitting(Wanted(), 2) == (4, ["3", "2"])
@@ -44,19 +44,19 @@ def test_a_lease_is_of_nodes_alike_the_best_there_are_but_for_those_left_out():
         (Wanted(devices_per_node=8), set(), "devices_per_node is 8; the nodes have 4 GPUs"),
     ],
 )
-def test_what_cannot_be_leased_is_told(wanted, left_out, words):
+def test_impossible_leases_are_rejected_with_a_reason(wanted, left_out, words):
     with pytest.raises(ClusterError, match=words):
         wanted.shape(NODES, 2, left_out)
 
 
-def test_a_cluster_without_gpus_gives_cores_and_dead_nodes_give_nothing():
+def test_a_cluster_without_gpus_offers_cores_and_dead_nodes_offer_nothing():
     cores = [SMALL, node("4", CPU=4.0, alive=False)]
     assert Wanted().shape(cores, 2).label == "2 CPUs"
     with pytest.raises(NoSuchNodesError, match="no node of the Ray cluster has a GPU"):
         Wanted(device="cuda").shape(cores, 1)
 
 
-def test_nodes_that_are_partly_held_are_not_free_and_those_to_be_taken_away_not_able():
+def test_partly_held_nodes_are_not_free_and_draining_nodes_not_usable():
     view = ClusterView(
         nodes={node["NodeID"]: node for node in NODES},
         available={"2": {"CPU": 8.0, "GPU": 4.0}, "3": {"CPU": 8.0, "GPU": 7.0}},
@@ -81,11 +81,11 @@ def test_npus_are_leased_by_the_name_that_ray_counts_them_under():
         shape = Wanted(device=device).shape(nodes, 1)
         assert (shape.resource, shape.num_devices, shape.device) == ("NPU", 8, "npu")
     assert bundle(nodes[1]) == {"CPU": 8.0, "NPU": 8.0}
-    assert Wanted(device="rocm").shape(NODES, 1).device == "rocm", "of GPUs Ray does not tell the maker"
+    assert Wanted(device="rocm").shape(NODES, 1).device == "rocm", "Ray does not report the vendor of GPUs"
     assert Wanted().shape(NODES, 1).device == "auto", "so the node's agent finds out"
 
 
-def test_a_survey_tells_the_kind_of_devices():
+def test_a_survey_detects_the_kind_of_devices():
     kinds = {"H100": "cuda", "AMD-Instinct-MI300X-OAM": "rocm", "Intel-GPU-Max-1550": "xpu"}
     for name, kind in kinds.items():
         host = _host(node("1", CPU=8.0, GPU=4.0, **{f"accelerator_type:{name}": 1.0}))

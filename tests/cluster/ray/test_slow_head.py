@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault, pytest.mark.
 
 @pytest.fixture
 def cluster(tmp_path):
-    asked = ClusterRequest(device="cpu", devices_per_node=2)
-    with connect(asked, workdir=tmp_path / "work", preload=PRELOAD) as cluster:
+    requested = ClusterRequest(device="cpu", devices_per_node=2)
+    with connect(requested, workdir=tmp_path / "work", preload=PRELOAD) as cluster:
         yield cluster
 
 
@@ -29,7 +29,7 @@ STOPPED_S = 42.0
 """Longer than Ray's own calls wait for an answer of the head, which is 30 s."""
 
 
-def test_our_own_head_is_waited_for_while_its_process_lives(cluster, monkeypatch, caplog):
+def test_a_private_head_is_waited_for_while_its_process_lives(cluster, monkeypatch, caplog):
     monkeypatch.setattr(leases, "HEAD_LOST_S", 2.0)
     head = cluster._lease._head.pids["gcs_server"]
     os.kill(head, signal.SIGSTOP)
@@ -68,8 +68,8 @@ with connect(request, workdir=workdir / "two", preload=PRELOAD) as cluster:
 
 
 @pytest.mark.parametrize("process", ["gcs_server", "raylet"])
-def test_our_own_ray_that_has_failed_is_noticed_and_another_one_can_be_started(tmp_path, process):
-    """In a process of its own: Ray ends its driver, whatever else that does, a minute after its head is gone."""
+def test_a_failed_private_ray_is_noticed_and_can_be_replaced(tmp_path, process):
+    """In a separate process: Ray ends its driver, whatever it is doing, a minute after its head is gone."""
     words = [sys.executable, "-c", GONE, str(tmp_path), process]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert f"lost: the private Ray on this host has failed: its {process} has ended" in done.stdout, done.stderr

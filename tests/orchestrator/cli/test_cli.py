@@ -45,7 +45,7 @@ def test_the_table_of_exit_codes_is_complete():
     assert [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.M)] == list(ExitCode)
 
 
-def test_an_unreachable_ray_address_is_told_at_once_and_leaves_nothing(tmp_path):
+def test_an_unreachable_ray_address_is_reported_at_once_and_leaves_nothing(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -92,7 +92,7 @@ def test_plan_lists_candidates_and_reasons_as_text_and_json(tmp_path):
     assert total == body["product_size"]
 
 
-def test_candidates_are_named_one_by_one_only_for_json(tmp_path, monkeypatch):
+def test_single_candidates_are_listed_only_in_json(tmp_path, monkeypatch):
     described = []
     monkeypatch.setattr(Plan, "to_json", lambda plan: described.append(len(plan.candidates)) or {})
     file = sweeps.write(tmp_path)

@@ -37,7 +37,7 @@ def test_a_sweep_that_is_over_is_refused(tmp_path):
 
 
 class Controller(threading.Thread):
-    """Holds the sweep until something is asked of it; then complies, after a while, or dies."""
+    """Holds the sweep until a request comes; then complies, after a while, or dies."""
 
     def __init__(self, home, name, *, complies):
         super().__init__()
@@ -68,7 +68,7 @@ def test_with_a_controller_it_is_waited_for(tmp_path, action):
     assert "story is running" in result.stderr
 
 
-def test_asking_without_waiting_leaves_the_request_to_the_controller(tmp_path):
+def test_a_request_without_waiting_is_left_to_the_controller(tmp_path):
     ledger = keep(tmp_path, "busy", running("busy"), controller=controller())
     with ledger.hold():
         result = run("drain", "busy", "--home", tmp_path, "--no-wait", "--json")
@@ -77,7 +77,7 @@ def test_asking_without_waiting_leaves_the_request_to_the_controller(tmp_path):
     assert [request.body["action"] for request in ledger.requests(0)] == ["drain"]
 
 
-def test_waiting_ends_when_nobody_is_left_to_do_it(tmp_path, monkeypatch):
+def test_waiting_ends_when_the_controller_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.status.overview.GONE_S", 0.0)
     left_alone(tmp_path).close()
     at_work = Controller(tmp_path, "story", complies=False)

@@ -24,7 +24,7 @@ def left_alone(folder, *more, speeds=(0.1, 0.08)):
     return keep(folder, "story", [*long_story.events(long_story.speeds(*speeds), finished=False), *more])
 
 
-def test_nothing_is_removed_without_a_yes(tmp_path):
+def test_nothing_is_removed_without_confirmation(tmp_path):
     left_alone(tmp_path)
     refused = run("delete", "story", "--home", tmp_path)
     assert (refused.exit_code, refused.stdout) == (2, "")
@@ -53,7 +53,7 @@ def test_a_sweep_is_removed_with_its_runs_in_mlflow_and_another_one_stays(tmp_pa
     assert run("submit", file, "--home", home.path).exit_code == 0, "the name is free again"
 
 
-def test_a_sweep_at_work_is_not_removed_by_force_either(tmp_path):
+def test_a_running_sweep_is_not_removed_even_with_force(tmp_path):
     ledger = left_alone(tmp_path)
     with ledger.hold():
         refused = run("delete", "story", "--yes", "--force", "--home", tmp_path)
@@ -62,7 +62,7 @@ def test_a_sweep_at_work_is_not_removed_by_force_either(tmp_path):
     assert Home(tmp_path).sweeps() == ["story"]
 
 
-def test_what_a_promoted_version_rests_on_is_removed_by_force_only(tmp_path):
+def test_a_sweep_behind_a_promoted_version_is_removed_only_with_force(tmp_path):
     record = {"action": "promote", "name": "llama", "from_version": "", "to_version": "3", "trial": "1", "by": "anna"}
     left_alone(tmp_path, Promoted(at_s=1e9, record=record))
     refused = run("delete", "story", "--yes", "--home", tmp_path)
@@ -84,7 +84,7 @@ def test_a_sweep_whose_ledger_cannot_be_read_can_be_removed(tmp_path):
 
 @pytest.mark.representative("True")
 @pytest.mark.parametrize("has_measured", [False, True])
-def test_only_what_measured_nothing_is_replaced(tmp_path, has_measured):
+def test_only_a_sweep_without_measurements_is_replaced(tmp_path, has_measured):
     file = write(tmp_path, {**ONE_DEVICE, "name": "story"})
     events = long_story.events(long_story.speeds(0.1), finished=False)
     kept = events if has_measured else [e for e in events if not isinstance(e, TrialProposed)][:1]

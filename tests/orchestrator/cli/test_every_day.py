@@ -31,7 +31,7 @@ def test_a_sweep_in_a_terminal_keeps_a_log_and_one_that_is_refused_keeps_nothing
     assert last.startswith("finished: ")
 
 
-def test_a_trial_alone_is_one_of_the_latest_sweep(tmp_path):
+def test_a_trial_without_a_sweep_refers_to_the_latest_sweep(tmp_path):
     keep(tmp_path, "older", long_story.events(long_story.speeds(0.1), name="older"))
     keep(tmp_path, "newer", long_story.events(long_story.speeds(0.1), name="newer"))
     shown = run("logs", "best", "--home", tmp_path)
@@ -71,7 +71,7 @@ for words in commands:
 """
 
 
-def test_output_survives_an_encoding_that_lacks_its_characters(tmp_path):
+def test_output_survives_an_encoding_without_its_characters(tmp_path):
     keep(tmp_path, "story", long_story.events(long_story.all_kinds(), finished=True)).close()
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0", "COLUMNS": "80"}
     child = [sys.executable, "-P", "-c", EVERY_COMMAND, str(tmp_path)]

@@ -60,7 +60,7 @@ def test_a_simulated_sweep_is_explained_from_its_ledger_alone(tmp_path):
 
 
 def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
-    """No sweep file that could be read, no hardware, no knowledge: what was measured is told all the same."""
+    """No sweep file that could be read, no hardware, no knowledge: measurements are reported all the same."""
     keep(tmp_path, "story", long_story.events(long_story.all_kinds()), spec={"unknown": 1})
     body = body_of(tmp_path, "story")
     assert body["unmodelled"] == "its stored sweep file has a different version"

@@ -1,4 +1,4 @@
-"""Homes found again from another folder: said, never entered by themselves."""
+"""Homes found from another folder are named, never entered automatically."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_a_home_that_was_used_is_remembered(elsewhere, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"relative\n\0\n/" + b"x" * 5000 + b"\n", None])
-def test_a_file_that_is_no_list_of_homes_costs_nothing(elsewhere, monkeypatch, content):
+def test_an_invalid_list_of_homes_is_ignored(elsewhere, monkeypatch, content):
     monkeypatch.chdir(elsewhere / "other")
     file = elsewhere / "state" / "tune-cluster" / "homes"
     if content is None:

@@ -1,4 +1,4 @@
-"""Logs of ranks and controllers: their ends, what is added, and where they lie when they lie elsewhere."""
+"""Logs of ranks and controllers: their ends, what is added, and their place on other nodes."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ def two_attempts(folder):
         ("left\u202eright\ttab", "leftright\ttab"),
     ],
 )
-def test_what_a_terminal_would_obey_is_left_out(raw, shown):
+def test_control_characters_are_removed(raw, shown):
     assert plain(raw) == shown
 
 
@@ -74,7 +74,7 @@ def test_a_short_log_is_shown_whole(tmp_path, text):
     assert (list(read.lines), read.is_whole) == (text.decode(errors="replace").splitlines(), True)
 
 
-def test_following_gets_every_line_once_also_when_the_file_comes_late_or_anew(tmp_path, monkeypatch):
+def test_following_yields_every_line_once_even_if_the_file_appears_late_or_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(log_files, "FOLLOW_S", 0.001)
     path, over = tmp_path / "log", threading.Event()
     lines = follow([("a", Follower(path))], over.is_set)
@@ -113,7 +113,7 @@ def test_the_rank_that_failed_first_is_shown_first(tmp_path):
     assert (body["attempt"], body["outcome"]) == (1, "crashed")
 
 
-def test_a_log_on_another_node_is_told_with_what_was_sent_home(tmp_path):
+def test_a_log_on_another_node_is_named_with_the_part_sent_home(tmp_path):
     ledger = two_attempts(tmp_path)
     folder = write(ledger.folder, 0, 1, rank0="peer is gone\n")
     shown = run("logs", "story", "baseline", "--rank", "1", "--home", tmp_path)
@@ -177,9 +177,9 @@ def test_the_log_of_a_controller(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_logs_of_a_real_sweep_are_where_they_are_looked_for(tmp_path):
+def test_the_logs_of_a_real_sweep_are_found(tmp_path):
     file = sweeps.write(
-        tmp_path, budget={"max_trials": 1}, runner="tests.orchestrator.cli.test_logs:run_rank_and_say_so"
+        tmp_path, budget={"max_trials": 1}, runner="tests.orchestrator.cli.test_logs:run_rank_and_print"
     )
     submitted = run("submit", file, "--home", tmp_path)
     assert submitted.exit_code == 0, submitted.output
@@ -187,7 +187,7 @@ def test_the_logs_of_a_real_sweep_are_where_they_are_looked_for(tmp_path):
     assert [(log["rank"], log["lines"][-1]) for log in body["ranks"]] == [(0, "a line of 0"), (1, "a line of 1")]
 
 
-def run_rank_and_say_so(spec, progress):
+def run_rank_and_print(spec, progress):
     """The real runner, which is silent, with one line after it."""
     from trials.worker import run_rank
 

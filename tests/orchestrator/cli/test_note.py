@@ -93,7 +93,7 @@ def test_the_controller_of_a_running_sweep_records_it(tmp_path):
         assert "note: slow node" in run("status", "story", "--home", tmp_path).stdout
 
 
-def test_a_sweep_that_waits_for_nodes_goes_on_waiting(tmp_path):
+def test_a_sweep_waiting_for_nodes_keeps_waiting(tmp_path):
     ledger = keep(tmp_path, "story", long_story.events([], finished=False, name="story"), controller=controller())
     waiting = Waiting(ledger, virtual_sweeps.Quiet())
     with ledger.hold():
@@ -202,7 +202,7 @@ def test_an_unreachable_mlflow_only_delays_it(tmp_path, caplog):
 
 
 def test_a_real_sweep_takes_notes_from_python_while_it_is_running_and_later(tmp_path):
-    """The controller reads its requests in a thread of its own; the note is written through another connection."""
+    """The controller reads its requests in a separate thread; the note is written through another connection."""
     home = virtual_sweeps.home(tmp_path)
     written = threading.Event()
 

@@ -35,7 +35,7 @@ def run(*arguments: Any) -> Any:
 
 
 def command(*arguments: Any) -> Any:
-    """In a process of its own."""
+    """In a separate process."""
     argv = [TUNE_CLUSTER, *map(str, arguments)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
@@ -72,7 +72,7 @@ def simulated(tmp_path: Path) -> Path:
 
 
 class Counts:
-    """Sweep files read and plans made since the last look, whoever asked for them."""
+    """Sweep files read and plans made since the last look, by any caller."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.parsed = self.planned = 0
@@ -108,7 +108,7 @@ def test_a_sweep_is_read_once_and_planned_once(home: Path, tmp_path: Path, monke
     assert counts.of("promote", name, "--name", "llama", "--candidate", "--home", home) == (0, 0)
 
 
-def test_what_cannot_be_explained_is_not_planned(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexplainable_sweep_is_not_planned(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = {**virtual_sweeps.SWEEP["cluster"], "simulation": {"accelerator": "a100-80", "faults": {"crash": 1.0}}}
     content = {**virtual_sweeps.SWEEP, "cluster": cluster, "budget": {"max_trials": 2, "consecutive_failures": 50}}
     file = write(tmp_path, content)
@@ -121,9 +121,9 @@ def test_what_cannot_be_explained_is_not_planned(home: Path, tmp_path: Path, mon
 def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(home: Path, simulated: Path) -> None:
     begun = command("submit", simulated, "--home", home, "--detach", "--json")
     assert begun.returncode == 0, begun.stderr
-    told = json.loads(begun.stdout)
-    assert (told["sweep"], told["mode"]) == ("first", "detached")
-    if told.get("exit_code", 0) is None:  # it may have ended by now
+    reply = json.loads(begun.stdout)
+    assert (reply["sweep"], reply["mode"]) == ("first", "detached")
+    if reply.get("exit_code", 0) is None:  # it may have ended by now
         followed = command("submit", simulated, "--home", home, "--detach", "--follow", "--json")
         assert followed.returncode == 0, followed.stderr
         assert json.loads(followed.stdout)["state"] == "finished"
@@ -156,7 +156,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go(home: Path, tmp_path: Path) -> None:
+def test_a_detached_controller_survives_kill_pause_and_leaving_followers(home: Path, tmp_path: Path) -> None:
     file = sweeps.write(tmp_path, measure={"num_steps": 150, "max_steps": 150})  # it has to last that long
     begun = command("submit", file, "--home", home, "--detach", "--json")
     assert begun.returncode == 0, begun.stderr
@@ -190,7 +190,7 @@ def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go
 
 
 @pytest.mark.slow
-def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path: Path) -> None:
+def test_an_early_error_of_a_background_controller_is_shown(home: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

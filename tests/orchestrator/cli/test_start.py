@@ -38,9 +38,9 @@ def folder(tmp_path, monkeypatch):
 def test_a_13b_model_on_64_gpus_from_its_configuration_to_its_plan(folder):
     drafted = run("init", "--model", "config.json", "--cluster", "dgx-h100", "--nodes", 8, "--max-trials", 3, "--json")
     assert drafted.exit_code == 0, drafted.output
-    said = json.loads(drafted.stdout)
-    assert said["simulated"]
-    assert said["expected"]["fits"]
+    answer = json.loads(drafted.stdout)
+    assert answer["simulated"]
+    assert answer["expected"]["fits"]
     text = (folder / "sweep.yaml").read_text()
     assert len(text.splitlines()) <= MAX_LINES
     assert "kind: ray, address: HOST:PORT" in text
@@ -83,7 +83,7 @@ def test_a_cluster_is_described_by_a_file_wherever_it_may_be_named(folder):
 
 @pytest.mark.representative("quickstart")
 @pytest.mark.parametrize("name", ["quickstart", "llama2-13b-ascend"])
-def test_examples_lie_complete_beside_each_other(folder, name):
+def test_examples_can_be_created_side_by_side(folder, name):
     assert name in json.loads(run("init", "--list", "--json").stdout)
     assert run("init", "--example", name).exit_code == 0
     assert run("plan", f"{name}.yaml", "--json").exit_code == 0
@@ -132,7 +132,7 @@ def test_a_script_for_every_shell(shell):
         subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
 
 
-def test_the_module_leaves_the_users_folder_off_its_path(folder):
+def test_the_module_keeps_the_current_folder_off_its_path(folder):
     """``python -m orchestrator`` in a folder with files called like packages."""
     for name in ("trials", "cluster", "configs"):
         (folder / name).mkdir()

@@ -35,10 +35,10 @@ def last_at_s(events):
     return events[-1].at_s + 1.0
 
 
-def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
+def test_ps_shows_running_waiting_paused_and_interrupted_sweeps(tmp_path):
     story = long_story.events(long_story.speeds(0.1, 0.08), finished=False)
     at_s = last_at_s(story)
-    asked = ActionRequested(at_s=at_s, request=1, action="drain", by="anna@desk")
+    drain_request = ActionRequested(at_s=at_s, request=1, action="drain", by="anna@desk")
     keep(tmp_path, "done", long_story.events(long_story.all_kinds()))
     keep(tmp_path, "left", story, controller=controller(), lease=LEASE)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=at_s, reason="paused by anna@desk")])
@@ -53,7 +53,9 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
         ],
     )
     keep(tmp_path, "debris")
-    draining = keep(tmp_path, "draining", [*story, asked], controller=controller(job="tune-draining", mode="ray job"))
+    draining = keep(
+        tmp_path, "draining", [*story, drain_request], controller=controller(job="tune-draining", mode="ray job")
+    )
     busy, spec = keep_running(tmp_path), {"cluster": {"num_nodes": 8, "priority": 5}}
     waits = {"nodes": [], "waiting": "needs 8 nodes, 3 are free", "at_s": 0.0}
     waiting = keep(tmp_path, "waiting", controller=controller(), lease=waits, spec=spec)
@@ -93,7 +95,7 @@ for line in ("ps", "status busy", "explain busy 3", "logs busy 3"):
 """
 
 
-def test_a_home_that_nobody_may_write_to_can_be_looked_at(tmp_path):
+def test_a_read_only_home_can_be_shown(tmp_path):
     """A real read-only mount: root may write anywhere else."""
     ledger = keep_running(tmp_path)
     ledger.close()
@@ -150,12 +152,12 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
     assert [(line["trial"], line["state"]) for line in trials[8:]] == [(5, "measured"), (6, "measured")]
     assert {line["change"] for line in lines} == {"sweep", "lease", "trial", "progress"}
     assert lines[-1] | {"change": "sweep", "state": "finished", "reason": "enough"} == lines[-1]
-    said = plain_lines.file.getvalue()
-    assert "2 more nodes are busy" in said
-    assert re.search(r"t005 .* best so far", said)
+    printed = plain_lines.file.getvalue()
+    assert "2 more nodes are busy" in printed
+    assert re.search(r"t005 .* best so far", printed)
 
 
-def test_watch_ends_with_the_state_and_tells_failure_by_its_exit_code(tmp_path):
+def test_watch_ends_with_the_state_and_fails_by_exit_code(tmp_path):
     story = long_story.events(long_story.speeds(0.1), finished=False)
     keep(tmp_path, "paused", [*story, SweepPaused(at_s=last_at_s(story), reason="drained")])
     keep(
@@ -198,7 +200,7 @@ def test_a_sweep_left_alone_is_not_watched_forever(tmp_path, monkeypatch):
     assert [seen.phase for seen in follow(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
 
 
-def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypatch):
+def test_the_status_of_a_controller_is_shown_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNE_CLUSTER_CONTROLLER_MODE", "ray job")
     monkeypatch.setenv("TUNE_CLUSTER_JOB", "tune-busy")
     ledger = keep(tmp_path, "busy", running("busy"))
@@ -213,7 +215,7 @@ def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypat
     assert [(number, progress.phase, progress.step) for number, progress in seen.live.items()] == [(6, "warmup", 3)]
 
 
-def test_looking_again_reads_only_what_is_new(tmp_path):
+def test_a_second_read_reads_only_new_events(tmp_path):
     ledger = keep(tmp_path, "story", running("story"))
     first = read_snapshot(ledger)
     ledger.append(ended(5, measured(0.05), at_s=time.time()))

@@ -1,6 +1,6 @@
 """A stand-in for a controller, to be supervised: ``python -m tests.orchestrator.commands.controllers FOLDER WORD...``
 
-The n-th one that a supervisor starts does what the n-th word says, and has an entry in FOLDER/started with its pid.
+The n-th one that a supervisor starts obeys the n-th word, and has an entry in FOLDER/started with its pid.
 """
 
 import os

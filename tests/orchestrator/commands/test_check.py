@@ -77,24 +77,24 @@ def run(*arguments):
         ),
     ],
 )
-def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, outcome, problem):
+def test_a_short_run_shows_whether_trials_can_be_measured(tmp_path, words, ok, outcome, problem):
     file = sweep(tmp_path, *words)
     result = run("check", file, "--home", tmp_path / "home", "--json")
-    said = json.loads(result.stdout)
-    assert (said["ok"], said["outcome"]) == (ok, outcome), (said["problem"], said["log_tail"])
+    answer = json.loads(result.stdout)
+    assert (answer["ok"], answer["outcome"]) == (ok, outcome), (answer["problem"], answer["log_tail"])
     assert result.exit_code == (0 if ok else 2)
-    assert problem is None or problem in said["problem"]
+    assert problem is None or problem in answer["problem"]
     if ok:
-        sources = {source["name"]: source for source in said["sources"]}
+        sources = {source["name"]: source for source in answer["sources"]}
         assert sources["loss"]["source"].startswith("log")
         assert sources["loss"]["resolution"] == pytest.approx(0.001)
         assert sources["step_time_s"]["resolution"] == pytest.approx(0.0001)
-        assert 0 < said["starting_s"] < 60
-        assert said["expected"]["num_trials"] == 1, "the baseline is all there is"
-        assert said["starting_s"] < said["expected"]["least_s"] <= said["expected"]["most_s"]
-    assert ("on PATH" in (said["remedy"] or "")) is ("--need" in words)
+        assert 0 < answer["starting_s"] < 60
+        assert answer["expected"]["num_trials"] == 1, "the baseline is all there is"
+        assert answer["starting_s"] < answer["expected"]["least_s"] <= answer["expected"]["most_s"]
+    assert ("on PATH" in (answer["remedy"] or "")) is ("--need" in words)
     if outcome == "crashed" and words[0] == "--bz":
-        assert any("unrecognized arguments: --bz 1" in line for line in said["log_tail"][-3:])
+        assert any("unrecognized arguments: --bz 1" in line for line in answer["log_tail"][-3:])
     assert not list((tmp_path / "home").glob("checks/*"))
 
 
@@ -177,7 +177,7 @@ def test_a_virtual_cluster_has_nothing_to_check(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_search_path_of_the_programs_own_does_not_hide_the_hook(tmp_path):
+def test_a_pythonpath_set_by_the_program_does_not_hide_the_hook(tmp_path):
     file = sweep(tmp_path)
     content = yaml.safe_load(file.read_text())
     content["workload"]["env"] = {"PYTHONPATH": "{out}"}
@@ -192,8 +192,8 @@ def test_a_search_path_of_the_programs_own_does_not_hide_the_hook(tmp_path):
         "    time.sleep(0.02)\n"
         "    report(step=step, loss=1 / step)\n"
     )
-    said = json.loads(run("check", file, "--home", tmp_path / "home", "--json").stdout)
-    assert {source["source"] for source in said["sources"] if source["name"] == "loss"} == {"report"}, said
+    answer = json.loads(run("check", file, "--home", tmp_path / "home", "--json").stdout)
+    assert {source["source"] for source in answer["sources"] if source["name"] == "loss"} == {"report"}, answer
 
 
 def checked_with(report, **fields):
@@ -227,7 +227,7 @@ def checked_with(report, **fields):
 @pytest.mark.parametrize(
     ("release", "is_known"), [("5.23.0", True), ("5.24.0.dev0", True), ("4.30.1", False), ("9.0", False)]
 )
-def test_a_release_that_the_recipe_does_not_know_is_refused(release, is_known):
+def test_a_release_unknown_to_the_recipe_is_refused(release, is_known):
     report = ScriptReport(versions=(("torch", "2.13.0"), ("transformers", release)))
     checked = checked_with(report, training=training("transformers"))
     assert checked.is_good is is_known

@@ -20,7 +20,7 @@ NAME = SWEEP["name"]
 
 
 class AskAfter(Quiet):
-    """Asks, as another process would, once so many trials have ended."""
+    """Sends a request, as another process would, once so many trials have ended."""
 
     def __init__(self, found, action, num_ended):
         self.found, self.action, self.num_ended = found, action, num_ended
@@ -50,7 +50,7 @@ def measurements(events):
 
 
 @pytest.mark.parametrize("action", ["pause", "drain"])
-def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, action):
+def test_a_stopped_sweep_resumes_and_ends_as_if_undisturbed(tmp_path, action):
     undisturbed = submit_file(write(tmp_path, sweep()), home(tmp_path / "a"))
     found = home(tmp_path / "b")
     watch = AskAfter(found, action, num_ended=2)
@@ -73,7 +73,7 @@ def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, actio
         resume(NAME, found)
 
 
-def test_a_cancelled_sweep_stays_so(tmp_path):
+def test_a_cancelled_sweep_stays_cancelled(tmp_path):
     found = home(tmp_path)
     file = write(tmp_path, sweep())
     ended = submit_file(file, found, AskAfter(found, "cancel", num_ended=2))
@@ -97,7 +97,7 @@ class KillAfter(Quiet):
             raise KilledError
 
 
-def test_without_a_controller_the_command_does_it(tmp_path):
+def test_without_a_controller_the_command_acts_itself(tmp_path):
     found, file = home(tmp_path), write(tmp_path, sweep())
     with pytest.raises(KilledError):
         submit_file(file, found, KillAfter(2))
@@ -110,7 +110,7 @@ def test_without_a_controller_the_command_does_it(tmp_path):
     assert [event.action for event in events_of(found) if isinstance(event, ActionRequested)] == ["pause", "cancel"]
 
 
-def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
+def test_a_request_to_a_dead_controller_does_not_stop_the_next(tmp_path):
     found, file = home(tmp_path), write(tmp_path, sweep())
     with pytest.raises(KilledError):
         submit_file(file, found, KillAfter(1))
@@ -119,7 +119,7 @@ def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
     assert resume(NAME, found).state.status == "finished"
 
 
-def test_a_pause_asked_for_while_the_sweep_is_created_counts(tmp_path, monkeypatch):
+def test_a_pause_requested_during_creation_counts(tmp_path, monkeypatch):
     found, file = home(tmp_path), write(tmp_path, sweep())
     create = controller.create
 
@@ -132,7 +132,7 @@ def test_a_pause_asked_for_while_the_sweep_is_created_counts(tmp_path, monkeypat
     assert (paused.status, len(paused.trials)) == ("paused", 0)
 
 
-def test_failed_trials_are_retried_and_only_they(tmp_path):
+def test_only_failed_trials_are_retried(tmp_path):
     simulation = {**SWEEP["cluster"]["simulation"], "faults": {"crash": 0.5}, "seed": 1}
     found = home(tmp_path)
     budget = {"max_trials": 8, "consecutive_failures": 50}
@@ -152,7 +152,7 @@ def test_failed_trials_are_retried_and_only_they(tmp_path):
     assert len(once) == num_measured
 
 
-def test_a_second_controller_is_refused_and_asks_nobody_to_end(tmp_path):
+def test_a_second_controller_is_refused_and_does_not_stop_the_first(tmp_path):
     found, file = home(tmp_path), write(tmp_path, sweep())
     refused = []
 
@@ -174,7 +174,7 @@ def test_a_second_controller_is_refused_and_asks_nobody_to_end(tmp_path):
     assert [event.epoch for event in events_of(found) if isinstance(event, ControllerStarted)] == [1]
 
 
-def test_submitting_a_sweep_that_runs_follows_it_and_shows_its_result(tmp_path):
+def test_submitting_a_running_sweep_follows_it_and_shows_its_result(tmp_path):
     found, file = home(tmp_path), write(tmp_path, sweep())
     ended = []
 

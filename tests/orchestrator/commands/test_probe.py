@@ -49,7 +49,7 @@ def test_slow_nodes_are_named_kept_and_left_out(tmp_path):
     assert "node0001" not in used
 
 
-def test_the_text_shows_rates_verdicts_and_what_to_do(tmp_path):
+def test_the_text_shows_rates_verdicts_and_advice(tmp_path):
     text = call("probe", tmp_path, SLOW)
     assert "node0001 is slow" in text
     assert "exclude_slow_nodes: true" in " ".join(text.split())
@@ -57,8 +57,8 @@ def test_the_text_shows_rates_verdicts_and_what_to_do(tmp_path):
     assert "all-reduce over 4 nodes" in text
 
 
-def test_a_probe_makes_the_forecast_better(tmp_path):
-    """The machine lies a standard deviation from what the cost model assumes."""
+def test_a_probe_improves_the_forecast(tmp_path):
+    """The machine is a standard deviation off the assumptions of the cost model."""
     content = changed(SWEEP, ("cluster", "simulation"), {"accelerator": "a100-80", "deviation": 1.0, "seed": 5})
     before = call("plan", tmp_path, content, "--json")["forecast"]["baseline"]
     call("probe", tmp_path, content)
@@ -95,7 +95,7 @@ def test_a_profile_is_of_this_hardware_and_a_broken_one_is_not_used(tmp_path, ca
         (("cluster", "simulation", "faults"), {"crash": 1.0}, "no node could be measured"),
     ],
 )
-def test_what_cannot_be_probed_is_an_error(path, value, words, tmp_path):
+def test_an_impossible_probe_is_an_error(path, value, words, tmp_path):
     command = "submit" if "all leased" in words else "probe"
     content = changed(SWEEP, path, value)
     done = CliRunner().invoke(main, [command, str(write(tmp_path, content)), "--home", str(tmp_path / "home")])
@@ -106,7 +106,7 @@ def test_what_cannot_be_probed_is_an_error(path, value, words, tmp_path):
 
 
 @pytest.mark.slow
-def test_this_host_is_probed_and_the_plan_knows(tmp_path):
+def test_this_host_is_probed_and_the_plan_uses_it(tmp_path):
     file, home = sweeps.write(tmp_path), tmp_path / "home"
     done = CliRunner().invoke(main, ["probe", str(file), "--home", str(home), "--json"])
     assert done.exit_code == 0, done.output

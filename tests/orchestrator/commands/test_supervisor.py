@@ -35,7 +35,7 @@ def folder_of(home: Path) -> Path:
 
 @contextmanager
 def supervising(home: Path, *words: str, address: str | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A supervisor with short pauses of a controller that obeys ``words``, in a process group of its own."""
+    """A supervisor with short pauses of a controller that obeys ``words``, in a separate process group."""
     controller = [sys.executable, "-m", "tests.orchestrator.commands.controllers", str(folder_of(home)), *words]
     argv = supervisor.command(controller, home=home, sweep="story", address=address)
     argv = argv[argv.index("--home") :]
@@ -86,14 +86,14 @@ def test_a_controller_that_dies_or_loses_its_cluster_is_started_again(home: Path
     assert "lost its cluster" in messages
 
 
-def test_exit_code_1_means_a_failed_sweep_only_where_the_ledger_says_so(home: Path) -> None:
+def test_exit_code_1_means_a_failed_sweep_only_if_the_ledger_confirms_it(home: Path) -> None:
     """Ray's core ends processes with it, too."""
     assert supervise(home, "1", "failed")[0] == 1
     assert len(pids(home)) == 2
 
 
 @pytest.mark.parametrize(("word", "code"), [("2", 2), ("130", 130), ("untaken-1", 1), ("untaken-75", 4)])
-def test_what_no_restart_can_mend_ends_it(home: Path, word: str, code: int) -> None:
+def test_errors_that_no_restart_fixes_end_it(home: Path, word: str, code: int) -> None:
     assert supervise(home, word)[0] == code
     assert len(pids(home)) == 1
 

@@ -29,7 +29,7 @@ def test_an_unknown_key_is_refused_at_every_level(tmp_path, path):
 
 
 @pytest.mark.parametrize("path", MAPPINGS[1:], ids=dotted)
-def test_a_misspelt_key_gets_the_nearest_valid_one(tmp_path, path):
+def test_a_misspelt_key_suggests_the_nearest_valid_one(tmp_path, path):
     right = max(at(FULL, path), key=len)
     content = copy.deepcopy(around(path))
     node = at(content, path)

@@ -42,7 +42,7 @@ def missing_keys():
 GENERATED = [*unknown_keys(), *wrong_values(), *wrong_kinds_of_scalars(), *missing_keys()]
 
 
-def test_there_are_enough():
+def test_there_are_enough_files():
     assert len({repr(content) for content, _ in GENERATED}) >= 150
 
 
@@ -83,11 +83,11 @@ def test_files_written_by_hand(tmp_path):
     wrong = {one: answer for one, answer in answers.read("sweep_files").items() if not answer.startswith("accepted")}
     for question, answer in list(wrong.items())[::4]:
         exit_code, message = submit(tmp_path, answers.content_of(question))
-        said = message.replace(f"{tmp_path}/", "").replace(str(tmp_path), "/folder")
-        assert (exit_code, said.rstrip()) == (2, answer), question
+        shown = message.replace(f"{tmp_path}/", "").replace(str(tmp_path), "/folder")
+        assert (exit_code, shown.rstrip()) == (2, answer), question
 
 
-def test_what_is_wrong_decides_the_message(tmp_path):
+def test_the_message_depends_on_the_error(tmp_path):
     """The messages above come from what is wrong, not from everything."""
     exit_code, message = submit(tmp_path, changed(FULL, ("baseline",), {"dp_replicate": 10**6}))
     assert (exit_code, "baseline" in message) == (2, True)

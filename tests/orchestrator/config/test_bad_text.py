@@ -159,12 +159,12 @@ def test_hundreds_of_scalars_load_or_are_refused_cleanly(tmp_path, path, scalar)
 
 
 @pytest.mark.parametrize("section", sorted(FULL))
-def test_the_files_that_are_damaged_are_right(tmp_path, section):
+def test_the_undamaged_files_are_valid(tmp_path, section):
     load_sweep(write(tmp_path, around((section,))))
 
 
 @pytest.mark.parametrize("value", ["9" * 400 + "GB", "9" * 30 + "B"])
-def test_a_size_beyond_all_memory_is_refused(tmp_path, value):
+def test_a_size_out_of_range_is_refused(tmp_path, value):
     error = refusal(tmp_path, changed(FULL, ("cluster", "device_memory"), value))
     assert (error.key, "out of range" in error.message) == ("cluster.device_memory", True)
     assert len(str(error)) < 500

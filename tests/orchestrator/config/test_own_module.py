@@ -1,4 +1,4 @@
-"""Modules of the user's in sweep files: counted once in a process of their own, kept with the sweep."""
+"""User modules in sweep files: counted once in a separate process, kept with the sweep."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_module_is_counted_when_the_file_is_read_and_never_again(monkeypatch
     assert {layout.pp for layout in layouts} == {1, 2}
 
 
-def test_what_cannot_be_split_is_rejected_with_its_reason(tmp_path: Path) -> None:
+def test_unsplittable_modules_are_rejected_with_a_reason(tmp_path: Path) -> None:
     plan = make_plan(load_sweep(write(tmp_path, counted=COUNTED)))
     reasons = {rejection.rule_id: rejection.reason for rejection in plan.examples}
     assert reasons["own-pipeline"] == "pp 2: weights are shared"
@@ -65,14 +65,14 @@ def test_what_cannot_be_split_is_rejected_with_its_reason(tmp_path: Path) -> Non
         ({"cwd": "/no/such/folder", "counted": None}, "workload.cwd: directory '/no/such/folder' does not exist"),
     ],
 )
-def test_faults_are_told_at_their_key(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_errors_name_the_key(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_sweep(write(tmp_path, **{"counted": COUNTED, **changes}))
     assert words in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_code_is_told_with_its_line(tmp_path: Path) -> None:
+def test_errors_in_user_code_name_the_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\n\ndef build():\n    return torch.nn.Lineal(3, 3)\n")
     names = dict.fromkeys(("model", "loss", "data"), "mine:build")
     with pytest.raises(ConfigError) as caught:
@@ -132,7 +132,7 @@ def test_a_decoder_of_transformers_is_read_from_its_configuration(tmp_path: Path
         ({"model_type": "llama"}, "workload.model.config: expected an integer vocab_size"),
     ],
 )
-def test_faults_of_a_configuration_are_told_at_its_key(config: object, words: str, tmp_path: Path) -> None:
+def test_errors_of_a_configuration_name_its_key(config: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_sweep(write_decoder(tmp_path, config=config, counted=COUNTED))
     assert words in str(caught.value)

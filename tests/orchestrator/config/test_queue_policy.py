@@ -17,7 +17,7 @@ def test_quotas_and_weights_are_read_and_may_be_missing(tmp_path):
     assert load_policy(Home(tmp_path)) == QueuePolicy()
 
 
-def test_a_sweep_on_a_shared_cluster_claims_what_its_file_says(tmp_path):
+def test_a_sweep_on_a_shared_cluster_claims_what_its_file_requests(tmp_path):
     cluster = {"num_nodes": 4, "min_nodes": 2, "queue": "night", "priority": -3, "max_wait": "10m"}
     file = write(tmp_path, {**SMALL, "cluster": {**SMALL.get("cluster", {}), **cluster}})
     home = Home(tmp_path)

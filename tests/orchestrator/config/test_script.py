@@ -52,7 +52,7 @@ def write(folder, data):
     return file
 
 
-def test_what_it_means(tmp_path):
+def test_keys_become_a_script_workload(tmp_path):
     spec = load_sweep(write(tmp_path, CUSTOM))
     workload = spec.to_workload()
     assert isinstance(workload.model, ScriptModel) and isinstance(workload.data, ScriptData)
@@ -141,7 +141,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_told_with_key_and_remedy(tmp_path, case):
+def test_errors_name_key_and_remedy(tmp_path, case):
     changes, key, remedy = BAD[case]
     file = write(tmp_path, changed(changes))
     with pytest.raises(ConfigError) as caught:
@@ -158,7 +158,7 @@ def test_programs_of_another_host_are_not_looked_for(tmp_path):
         load_sweep(file)
 
 
-def test_the_split_that_the_remedy_shows_is_the_shells(tmp_path):
+def test_the_remedy_splits_like_the_shell(tmp_path):
     text = """python train.py --name 'a "b"' --path /x/y"""
     with pytest.raises(ConfigError) as caught:
         load_sweep(write(tmp_path, changed({"workload.run": text})))
@@ -166,13 +166,13 @@ def test_the_split_that_the_remedy_shows_is_the_shells(tmp_path):
     assert yaml.safe_load(shown) == shlex.split(text)
 
 
-def test_the_command_tells_what_own_knobs_are_today(tmp_path):
+def test_baseline_values_of_custom_knobs_come_from_the_command(tmp_path):
     run = [*CUSTOM["workload"]["run"], "--fused", "--opt=sgd", "--other", "7", "{config}"]
     own = {"--fused": [True, False], "--opt": ["adam", "sgd"], "--other": [1, 2], "config:zero.stage": [1, 2],
            "$X": ["a", "b"]}  # fmt: skip
     data = changed({"workload.run": run, "workload.env": {"X": "b"}, "space.own": own})
     spec = load_sweep(write(tmp_path, data))
-    # the command says 7 of --other, which is none of its values: it is inherited
+    # the command has --other 7, which is none of its values: it is inherited
     assert spec.baseline_candidate.own == tuple(
         CustomChoice(name=name, value=value)
         for name, value in (("$X", "b"), ("--fused", True), ("--opt", "sgd"), ("config:zero.stage", 1))

@@ -215,7 +215,7 @@ def test_defaults_are_those_of_the_trial(tmp_path):
         (LossScaleSection, LossScale),
     ],
 )
-def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls):
+def test_sections_match_the_fields_and_defaults_of_their_types(section, cls):
     ours = {name: field.default for name, field in section.model_fields.items() if name not in ("kind", "placing_s")}
     theirs = {field.name: field.default for field in dataclasses.fields(cls)}
     if "clip_norm" in ours:  # null, as keys without a value are not part of a sweep's identity
@@ -240,7 +240,7 @@ def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls)
         ({"attention.wq": 1, "attention.wk": 2}, "different layer counts for projections in attention"),
     ],
 )
-def test_gathers_are_chosen_by_what_reads_them(written, read):
+def test_gathers_are_selected_by_their_consumer(written, read):
     adapter = TypeAdapter(RecomputeValue)
     if isinstance(read, str):
         with pytest.raises(ValidationError, match=read):
@@ -252,7 +252,7 @@ def test_gathers_are_chosen_by_what_reads_them(written, read):
     assert adapter.validate_python({"communication": read}) == choice
 
 
-def test_gathers_are_not_chosen_twice():
+def test_gathers_are_not_selected_twice():
     with pytest.raises(ValidationError, match="also selected by communication"):
         twice = {"communication": {"attention": 1}, "select": {gather_pattern("attention"): 2}}
         TypeAdapter(RecomputeValue).validate_python(twice)
@@ -346,7 +346,7 @@ def test_specs_cannot_be_changed(tmp_path):
         spec.budget.max_trials = 3
 
 
-def test_the_quickstart_is_what_it_says():
+def test_the_quickstart_has_the_documented_space():
     spec = load_sweep(QUICKSTART)
     plan = make_plan(spec, topology(2))
     assert len(plan.candidates) >= 40
@@ -433,12 +433,12 @@ ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {
 
 
 @pytest.mark.parametrize("key", sorted(ALL_KEYS))
-def test_every_key_is_documented_with_a_meaning(key):
+def test_every_key_has_a_description(key):
     row = next(line for line in docs().splitlines() if re.match(rf"\| `([a-z_]+\.)*{re.escape(key)}` \|", line))
     assert all(cell.strip() for cell in row.strip("|").split("|"))
 
 
-def test_full_has_every_key_the_models_have():
+def test_full_has_every_key_of_the_models():
     documented = set(
         re.findall(r"^\| `(?:[a-z_]+\.)*([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE)
     )
@@ -466,7 +466,7 @@ def test_the_documented_richer_knobs_load(tmp_path):
     assert spec.search.learn_from is not None and spec.search.learn_from.unit == "tokens/s"
 
 
-def test_the_documented_errors_are_what_one_gets(tmp_path):
+def test_the_documented_errors_are_the_actual_ones(tmp_path):
     bad, shown = re.search(r"```yaml\n([^`]*)```\n\ngives\n\n```text\n([^`]*)```\n$", docs()).groups()
     (tmp_path / "sweep.yaml").write_text(bad)
     with pytest.raises(ConfigError) as caught:

@@ -23,6 +23,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking.mlflow_tracker import Tracker
+from orchestrator.tracking.run_writer import SqliteWriter
 from tests.support.story import WORKLOAD, created
 from trials.files import to_json
 from trials.outcome import Evidence, GangLost
@@ -115,9 +116,9 @@ class World:
     runs: list[int] = field(default_factory=list)
     """Trials for which runs were created in MLflow."""
     run_states: dict[int, str] = field(default_factory=dict)
-    """Trial -> what its run says of it."""
-    asked: list[int] = field(default_factory=list)
-    """Numbers of the user's wishes told so far."""
+    """Trial -> description of its run."""
+    requested: list[int] = field(default_factory=list)
+    """Numbers of the user's requests so far."""
 
     def recover(self, trial: Trial) -> Recovered:
         """What the attempt left: its result where it had ended, else the time it held devices, else nothing."""
@@ -136,7 +137,7 @@ class World:
 
 
 class FragileCluster(VirtualCluster):
-    """Machines on which every candidate does what :data:`ROLES` say, and a node goes away."""
+    """Machines on which every candidate follows its role in :data:`ROLES`, and a node goes away."""
 
     def __init__(self, world: World, fuse: Fuse) -> None:
         self._world, self._fuse = world, fuse
@@ -191,6 +192,18 @@ class FragileTracker(Tracker):
         self._fuse("end run")
         return super().end(*args, **kwargs)
 
+    def _commit(self):
+        self._fuse("commit")
+        super()._commit()
+
+    def _writer(self):
+        if self._runs_writer is None:
+            writer = super()._writer()
+            assert isinstance(writer, SqliteWriter)
+            write_files = writer._write_files
+            writer._write_files = lambda: (self._fuse("write files"), write_files())
+        return self._runs_writer
+
 
 class Mlflow:
     """Stands for MLflow where hundreds of sweeps are recorded: what is created twice is there twice."""
@@ -213,7 +226,7 @@ class Mlflow:
                 self._world.run_states[trial.number] = trial.status
 
 
-WISHES = (
+REQUESTS = (
     (2, checkpoint.action("pause")),
     (4, checkpoint.action("drain")),
     (7, checkpoint.retry(["crashed", "timed_out"])),
@@ -221,19 +234,19 @@ WISHES = (
     (8, checkpoint.budget(Budget(consecutive_failures=60))),
     (3, checkpoint.note(trial=0, text="new drivers", tags={"team": "vision"}, removed_tags=())),
 )
-"""What is asked for once so many trials have ended."""
+"""Requests made once so many trials have ended."""
 
 
 class User:
-    """Watches, and asks for something at certain moments of the sweep, each once."""
+    """Watches, and makes each request once, at its moment of the sweep."""
 
-    def __init__(self, world: World, folder: Path, wishes) -> None:
-        self._world, self._folder, self._wishes = world, folder, wishes
+    def __init__(self, world: World, folder: Path, requests) -> None:
+        self._world, self._folder, self._requests = world, folder, requests
 
     def on_state(self, state):
-        for number, (num_ended, body) in enumerate(self._wishes):
-            if len(state.end_order) >= num_ended and number not in self._world.asked:
-                self._world.asked.append(number)
+        for number, (num_ended, body) in enumerate(self._requests):
+            if len(state.end_order) >= num_ended and number not in self._world.requested:
+                self._world.requested.append(number)
                 with Ledger(self._folder) as ledger:
                     ledger.add_request(body, by="user", at_s=state.now_s)
 
@@ -283,7 +296,7 @@ BASELINE = next(iter(ROLES))
 
 
 def play(launch: GangLaunch) -> Course:
-    """What the candidate's role says."""
+    """The effect of the candidate's role."""
     spec = trial_spec(launch)
     role = ROLES[spec.candidate]
     match role:
@@ -327,11 +340,11 @@ def _build(trial, attempt_id, token, placement):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scenario:
-    """What is submitted and wished for; the same whoever dies."""
+    """What is submitted and requested; the same whenever a controller dies."""
 
     sampler: str = "grid"
     max_concurrent: int = 3
-    wishes: tuple = WISHES
+    requests: tuple = REQUESTS
     evaluation: tuple[str, ...] = ()
     """The user's evaluation of the finalist, a process."""
     store: str = ""
@@ -354,7 +367,7 @@ class Scenario:
                 search=self._search(),
                 launcher=_launcher(world),
                 projections=[FragileTracker(self.store, fuse) if self.store else Mlflow(world, fuse)],
-                observer=User(world, folder, self.wishes),
+                observer=User(world, folder, self.requests),
                 clock=cluster.time,
             ).run()
 

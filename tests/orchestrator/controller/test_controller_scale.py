@@ -80,7 +80,7 @@ def test_a_long_sweep_costs_no_more_per_trial_and_is_proposed_again_from_its_led
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_killed_controller_goes_on_without_a_duplicate(tmp_path):
+def test_a_killed_controller_resumes_without_duplicates(tmp_path):
     sizes = ["--trials", "150", "--nodes", "200", "--gangs", "40", "--narrower", json.dumps(NARROWER)]
     command = [sys.executable, "-m", "benchmarks.scale.controller", *sizes, "--folder", str(tmp_path)]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -100,7 +100,7 @@ def test_a_killed_controller_goes_on_without_a_duplicate(tmp_path):
     assert [trial.number for trial in state.trials] == list(range(150))
 
 
-def test_rounds_begin_after_every_trial_at_first_and_seldom_later():
+def test_rounds_begin_after_every_trial_at_first_and_rarely_later():
     assert [round_start(n, 1) for n in range(24)] == list(range(24))
     later = [round_start(n, 1) for n in range(10_000)]
     assert later == sorted(later)

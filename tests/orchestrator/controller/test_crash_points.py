@@ -1,4 +1,4 @@
-"""The controller dies at every step of a sweep: whoever goes on loses nothing, doubles nothing, and finds the same."""
+"""The controller dies at every step of a sweep: its successor loses nothing, duplicates nothing, finds the same."""
 
 import functools
 import multiprocessing
@@ -31,7 +31,7 @@ NUM_PARTS = 6
 
 @functools.cache
 def undisturbed(scenario=SWEEP):
-    """The sweep in which nobody dies, and what it did that outlives a controller."""
+    """The undisturbed sweep, and its effects that outlive a controller."""
     with TemporaryDirectory() as folder:
         state, world, fuses = scenario.run(Path(folder))
         check(Path(folder), state, world)
@@ -101,7 +101,7 @@ def run_and_check(scenario, tmp_path, expected, *deaths):
 
 
 @pytest.mark.exhaustive
-def test_killed_again_while_going_on(tmp_path):
+def test_killed_again_while_resuming(tmp_path):
     expected, points = undisturbed()
     rng = random.Random(0)
     for _ in range(15):
@@ -109,7 +109,7 @@ def test_killed_again_while_going_on(tmp_path):
         run_and_check(SWEEP, tmp_path, expected, first, second, third)
 
 
-def test_killed_around_the_users_own_evaluation(tmp_path):
+def test_killed_around_the_custom_evaluation(tmp_path):
     scenario = Scenario(evaluation=("/bin/true",))
     expected, points = undisturbed(scenario)
     assert [one.passed for one in expected.verdict.evaluations] == [True]
@@ -130,14 +130,14 @@ def test_killed_while_disqualified_finalists_are_replaced(tmp_path):
 
 @pytest.mark.parametrize(("sampler", "num_points"), [("guided", 5), ("tpe", 5), ("random", 10)])
 def test_the_same_is_proposed_whatever_the_sampler(sampler, num_points, tmp_path):
-    scenario = Scenario(sampler=sampler, max_concurrent=1, wishes=SWEEP.wishes[:2])
+    scenario = Scenario(sampler=sampler, max_concurrent=1, requests=SWEEP.requests[:2])
     expected, points = undisturbed(scenario)
     for at in random.Random(sampler).sample(range(len(points)), num_points):
         run_and_check(scenario, tmp_path, expected, at)
 
 
-def test_a_cancellation_stands_wherever_the_controller_dies(tmp_path):
-    scenario = Scenario(wishes=((2, checkpoint.action("cancel")),))
+def test_a_cancellation_persists_wherever_the_controller_dies(tmp_path):
+    scenario = Scenario(requests=((2, checkpoint.action("cancel")),))
     expected, points = undisturbed(scenario)
     assert (expected.status, expected.finish_reason) == ("cancelled", "cancelled by user")
     for at in range(len(points)):
@@ -151,7 +151,7 @@ def test_a_cancellation_stands_wherever_the_controller_dies(tmp_path):
 
 
 class Reporting(Fuse):
-    """Says on disk what was stored before it goes on to the next step."""
+    """Records on disk what was stored before it goes on to the next step."""
 
     def __init__(self, folder, at=None):
         super().__init__(at, kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -178,7 +178,7 @@ def processes():
 
 
 def die(processes, folder, at, *, num_steps=None):
-    """A controller in a process of its own that kills itself at step ``at``, or is killed after ``num_steps``."""
+    """A controller in a separate process that kills itself at step ``at``, or is killed after ``num_steps``."""
     folder.mkdir()
     child = processes.Process(target=run_in_child, args=(folder, at))
     child.start()
@@ -199,8 +199,8 @@ def check_after_sigkill(folder, expected):
     assert len(stored) - 1 <= len(kinds) <= len(stored)
     assert kinds == stored[: len(kinds)]
     later = {"checks_requested": 3, "budget_changed": 4, "annotated": 5}
-    asked = [0, 1, 2, *(number for kind, number in later.items() if kind in kinds)]
-    state = SWEEP.go_on(folder, World(now_s=now_s, asked=asked), Fuse())
+    requested_numbers = [0, 1, 2, *(number for kind, number in later.items() if kind in kinds)]
+    state = SWEEP.go_on(folder, World(now_s=now_s, requested=requested_numbers), Fuse())
     measured = Counter(trial.status for trial in state.searched())
     assert measured == Counter(trial.status for trial in expected.searched())
     check_same(state, expected)
@@ -251,12 +251,12 @@ def recorded(uri):
 def test_mlflow_holds_everything_once(tmp_path):
     def scenario(name):
         (tmp_path / name).mkdir()
-        return Scenario(store=new_store(tmp_path / name), wishes=())
+        return Scenario(store=new_store(tmp_path / name), requests=())
 
     calm = scenario("calm")
     expected, _, (fuse,) = calm.run(tmp_path / "calm" / "sweep")
-    steps = [at for at, point in enumerate(fuse.passed) if point in ("create run", "log", "put text", "end run")]
-    for at in random.Random(1).sample(steps, 2):
+    for points in (("create run", "log", "put text", "end run"), ("commit", "write files")):
+        at = random.Random(1).choice([at for at, point in enumerate(fuse.passed) if point in points])
         disturbed = scenario(str(at))
         state, _, _ = disturbed.run(tmp_path / str(at) / "sweep", at + 1)
         check_same(state, expected)

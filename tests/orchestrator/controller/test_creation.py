@@ -28,7 +28,7 @@ def plans(monkeypatch):
     return made
 
 
-def test_the_plan_made_ahead_is_the_sweeps(tmp_path, plans):
+def test_the_plan_made_in_advance_is_used(tmp_path, plans):
     spec, found = load_sweep(write(tmp_path, SWEEP)), home(tmp_path)
     topology = planned_topology(spec, known_topology(spec, found))
     ahead = plan_ahead(spec, found)
@@ -38,7 +38,7 @@ def test_the_plan_made_ahead_is_the_sweeps(tmp_path, plans):
     assert plans == [topology]
 
 
-def test_another_cluster_than_was_expected_is_planned_for(tmp_path, plans):
+def test_a_cluster_other_than_expected_is_planned_again(tmp_path, plans):
     spec, found = load_sweep(write(tmp_path, SWEEP)), home(tmp_path)
     ahead = plan_ahead(spec, found)
     held = Topology(nodes=tuple(reversed(ahead.topology.nodes)))
@@ -54,7 +54,7 @@ def test_a_lease_that_may_grow_is_planned_for_at_its_largest(tmp_path, plans):
     assert len(ahead.topology.nodes) == 2
 
 
-def test_where_only_the_cluster_knows_its_nodes_the_file_is_checked_and_nothing_planned(tmp_path, plans):
+def test_a_file_for_unknown_nodes_is_checked_but_not_planned(tmp_path, plans):
     assert plan_ahead(load_sweep(write(tmp_path, RAY)), home(tmp_path)) is None
     impossible = changed(RAY, ("space", "world_size"), 3)
     with pytest.raises(ConfigError, match="no legal candidate"):

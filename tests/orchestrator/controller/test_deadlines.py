@@ -75,7 +75,7 @@ def test_the_fp32_reference_of_the_loss_gate_gets_the_time_for_its_own_steps(spe
     assert found.measuring_s > 19 * found.stall_s / STALL_STEPS
 
 
-def test_longer_deadlines_of_the_file_stay(spec):
+def test_longer_deadlines_in_the_file_are_kept(spec):
     longer = spec.model_copy(update={"deadlines": spec.deadlines.model_copy(update={"stall_s": 1e6})})
     assert deadlines(longer, spec.baseline_candidate).stall_s == 1e6
 

@@ -1,4 +1,4 @@
-"""Trials whose first steps show that they are hopeless: ended, told as slower, never the winner."""
+"""Trials whose first steps show that they are hopeless: ended, reported as slower, never the winner."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def verdict(*times_s, candidate=None, trial=1, rule=RULE):
     return rule.verdict(state, state.trials[trial], reports(*times_s))
 
 
-def test_slow_steps_after_the_first_two_end_a_trial_with_what_they_show():
+def test_slow_steps_after_the_first_two_stop_a_trial_with_a_bound():
     found = verdict(9.0, 0.21, 0.2)
     assert (found.step_times_s, found.incumbent) == ((0.21, 0.2), 0)
     assert found.at_least_s == pytest.approx(0.2 * (1 - ALLOWANCE))
@@ -85,7 +85,7 @@ def test_a_trial_that_becomes_slower_and_slower_stops_no_other():
     assert RULE.verdict(state, state.trials[2], reports(9.0, 0.11, 0.1)).incumbent == 1
 
 
-def test_patience_counts_from_the_trial_that_is_surely_the_best():
+def test_patience_counts_from_the_certainly_best_trial():
     state = after(measured(0.1), LUCKY, measured(0.08), measured(0.09))
     patient = replace(state, created=replace(state.sweep, budget=Budget(patience=2)))
     assert end_of_search(patient) is None, "t002 is the best, and one of the last two"
@@ -98,7 +98,7 @@ def test_patience_counts_from_the_trial_that_is_surely_the_best():
     [(9.0, 9.0), (9.0, 9.0, 0.18), (0.1, 0.18, 9.0), (9.0, None, 9.0)],
     ids=["too few steps", "one fast enough", "fast at first", "a time unknown"],
 )
-def test_what_might_still_be_fast_goes_on(times_s):
+def test_trials_that_may_still_be_fast_continue(times_s):
     assert verdict(*times_s) is None
 
 
@@ -121,7 +121,7 @@ def stopped(at_least_s=1.0):
     )
 
 
-def test_the_event_settles_what_a_lost_gang_means_and_a_measurement_still_counts():
+def test_the_stop_event_decides_about_a_lost_gang_but_a_measurement_counts():
     event = AttemptStopped(at_s=2.5, trial=1, token="token-1-0", outcome=stopped())
     assert from_json(AttemptStopped, json.loads(json.dumps(to_json(event)))) == event
     events = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1), event]
@@ -135,7 +135,7 @@ def test_the_event_settles_what_a_lost_gang_means_and_a_measurement_still_counts
     assert "1 stopped early" in cost(summarize(state, "")) and "saved by stopping early" in cost(summarize(state, ""))
 
 
-def test_a_trial_whose_every_attempt_is_killed_from_outside_has_crashed():
+def test_a_trial_with_all_attempts_killed_has_crashed():
     killed = GangLost(cause="killed", evidence=Evidence(message="killed by signal 9", rank=1))
     limit = Budget().lost_attempts_per_trial
     state = fold([created(), proposed(0)])
@@ -196,7 +196,7 @@ def test_a_controller_that_died_between_stop_and_end_resumes_with_the_same(short
     assert [(t.candidate, t.status) for t in resumed.trials] == [(t.candidate, t.status) for t in whole.state.trials]
 
 
-def test_the_guide_learns_a_bound_only_where_it_is_news():
+def test_the_guide_learns_only_informative_bounds():
     predictor = Predictor(test_guided.WORKLOAD, test_guided.CANDIDATES, test_guided.CLUSTER, features=flat_params)
     guide = GuidedSearch(predictor)
     Search(test_guided.CANDIDATES, features=flat_params, sampler="guided", guide=guide)

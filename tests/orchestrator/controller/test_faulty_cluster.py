@@ -126,7 +126,7 @@ behaviours = st.builds(
 @settings(max_examples=6)
 @example(Behaviour(), "random", 0)  # larger micro-batches that do not fit come before smaller ones that do
 @given(behaviours, st.sampled_from(["guided", "grid", "random"]), st.integers(0, 9))
-def test_the_winner_is_right_whatever_the_nodes_do(behaviour, sampler, seed):
+def test_the_winner_is_right_despite_node_faults(behaviour, sampler, seed):
     with TemporaryDirectory() as folder:
         state = run(behaviour, sampler, seed, Path(folder))
     assert state.status == "finished" or "same error" in state.finish_reason
@@ -154,7 +154,7 @@ def test_the_winner_is_right_whatever_the_nodes_do(behaviour, sampler, seed):
         assert truth(state.best.candidate) <= allowance * min(on_healthy_nodes)
 
 
-def test_the_choice_is_one():
+def test_the_candidates_differ_enough_in_speed():
     fitting = [truth(candidate) for candidate in CANDIDATES if truth(candidate) < float("inf")]
     assert len(CANDIDATES) / 3 < len(fitting) < len(CANDIDATES)
     assert max(fitting) > 1.5 * min(fitting)
@@ -175,7 +175,7 @@ class LosingSome(SimulatedCluster):
         return Course(moments=(), end_at_s=600.0, outcome=lost)
 
 
-def test_candidates_that_hang_every_time_one_after_another_are_no_broken_cluster(tmp_path):
+def test_candidates_that_always_hang_do_not_indicate_a_broken_cluster(tmp_path):
     """Several in a row, three times each, on a cluster that measures all others."""
     state = run(Behaviour(), "grid", 0, tmp_path, kind=LosingSome, max_concurrent=1)
     assert state.status == "finished"
@@ -214,7 +214,7 @@ class KillingSome(LosingSome):
         return is_baseline or candidate.micro_batch_size == 4
 
 
-def test_a_trial_that_is_killed_is_launched_again_and_has_crashed_where_that_happens_every_time(tmp_path):
+def test_a_killed_trial_is_launched_again_and_crashes_if_always_killed(tmp_path):
     state = run(Behaviour(), "grid", 0, tmp_path, kind=KillingSome, max_concurrent=1, max_trials=7)
     assert [attempt.outcome.kind for attempt in state.trials[0].attempts] == ["gang_lost", "measured"]
     killed = [trial for trial in state.trials[1:] if trial.candidate.micro_batch_size == 4]
@@ -245,7 +245,7 @@ def test_a_ledger_that_is_deleted_ends_the_sweep(tmp_path, is_replaced):
     assert (tmp_path / "sweep").exists() == is_replaced
 
 
-def test_a_full_disk_is_waited_for_and_nothing_is_launched_or_lost_meanwhile(tmp_path, monkeypatch):
+def test_a_full_disk_is_waited_out_without_launches_or_losses(tmp_path, monkeypatch):
     undisturbed = small_run(tmp_path / "one")
     full_for = iter([*(False,) * 6, *(True,) * 5])
     monkeypatch.setattr(runtime, "is_disk_full", lambda _: next(full_for, False))

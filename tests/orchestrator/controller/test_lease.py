@@ -21,7 +21,7 @@ TOPOLOGY = uniform_topology(4, 2, device_name="test", memory_bytes=1)
 
 
 class Queue:
-    """Grants what it is told to, and remembers what was claimed."""
+    """Grants what the test sets, and remembers what was claimed."""
 
     def __init__(self):
         self.grant = Grant(4)
@@ -84,7 +84,7 @@ def test_the_lease_shrinks_to_what_is_granted_and_grows_back():
     assert world.queue.has_left
 
 
-def test_busy_nodes_are_left_when_their_gangs_have_ended_or_had_their_time():
+def test_busy_nodes_are_released_after_their_gangs_end_or_time_out():
     world = World()
     world.queue.grant = Grant(0, "preempted")
     world.renew(busy=["node0001"])
@@ -108,7 +108,7 @@ def test_nothing_is_placed_on_nodes_that_are_unfit_or_to_be_given_back():
     assert world.placer.place(trial(0, 2), launch(), max_passed_over=1) is not None, "there is no other node"
 
 
-def test_nodes_that_failed_the_trial_are_used_only_where_there_is_no_other():
+def test_nodes_that_failed_a_trial_are_its_last_choice():
     placer = World().placer
     first = placer.place(trial(0, 2), launch("node0000"), max_passed_over=1)
     assert first.nodes != ("node0000",)
@@ -133,7 +133,7 @@ def test_small_trials_do_not_starve_a_large_one():
     assert placer.place(trial(4, 2), launch(), max_passed_over=2) is not None
 
 
-def test_a_trial_waits_for_nodes_as_long_as_more_may_come_and_not_for_ever():
+def test_a_trial_waits_for_nodes_while_more_may_come_but_not_forever():
     world = World()
     world.queue.grant = Grant(2, "others hold two")
     world.renew()

@@ -64,7 +64,7 @@ seconds = st.sampled_from([0.0, 0.5, 5.0, 60.0])
 
 
 class Controller(RuleBasedStateMachine):
-    """Plays the runtime, the cluster and the user; keeps books of its own."""
+    """Plays the runtime, the cluster and the user; keeps separate books."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class Controller(RuleBasedStateMachine):
     @precondition(lambda self: self.ends)
     @rule(data=st.data(), outcome=outcomes)
     def late_or_doubled_end(self, data, outcome):
-        """A token that has ended before, or one that nobody gave out."""
+        """A token that has ended before, or one never issued."""
         event = data.draw(st.sampled_from(list(self.ends.values())))
         token = data.draw(st.sampled_from([event.token, "nobody's"]))
         before = self.state
@@ -225,12 +225,12 @@ class Controller(RuleBasedStateMachine):
             return
         before, self.now_s = self.state, self.now_s + passed_s
         self.take_over()
-        assert self.state.active_s == before.active_s, "time without a controller is nobody's"
+        assert self.state.active_s == before.active_s, "time without a controller does not count"
         assert self.state.status == "running"
 
     @precondition(lambda self: not self.state.is_over)
     @rule(action=actions, rarely=st.integers(0, 3))
-    def somebody_asks(self, action, rarely):
+    def a_user_requests_an_action(self, action, rarely):
         if rarely:
             return
         before = self.state
@@ -238,7 +238,7 @@ class Controller(RuleBasedStateMachine):
         assert self.state.requested_action == ("cancel" if before.requested_action == "cancel" else action)
 
     @rule(kinds=st.sets(st.sampled_from(RETRIABLE), min_size=1))
-    def somebody_retries(self, kinds):
+    def a_user_retries(self, kinds):
         before = self.state
         trials = chosen(before, kinds)
         self.happens(TrialsRetried(at_s=self.now_s, request=before.num_requests + 1, trials=trials, by="user"))
@@ -251,7 +251,7 @@ class Controller(RuleBasedStateMachine):
             assert not self.state.is_over or not trials
 
     @rule(budget=budgets)
-    def somebody_changes_the_budget(self, budget):
+    def a_user_changes_the_budget(self, budget):
         before = self.state
         self.happens(BudgetChanged(at_s=self.now_s, request=before.num_requests + 1, budget=budget, by="user"))
         self.num_trials_before_limit = len(before.trials)

@@ -1,4 +1,4 @@
-"""The real runtime, ledger and outbox on a virtual cluster, through deaths, wishes and lost nodes in any order."""
+"""The real runtime, ledger and outbox on a virtual cluster, through deaths, requests and lost nodes in any order."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,7 +18,7 @@ from orchestrator.sweep.ledger import Ledger
 from tests.orchestrator.controller.crashing import TOPOLOGY, Fuse, KilledError, Scenario, World
 from tests.orchestrator.controller.test_crash_points import check
 
-wishes = st.sampled_from(
+requests = st.sampled_from(
     [
         *map(checkpoint.action, ("pause", "drain", "pause", "cancel")),
         checkpoint.retry(checkpoint.FAULTS),
@@ -35,14 +35,14 @@ class Lives(RuleBasedStateMachine):
         self.folder = TemporaryDirectory()
         self.path = Path(self.folder.name)
         self.world = World(node_losses={})
-        self.wishes = ()
+        self.requests = ()
 
     @initialize(max_concurrent=st.integers(1, 3), sampler=st.sampled_from(["grid", "random"]))
     def submit(self, max_concurrent, sampler):
         self.knobs = {"max_concurrent": max_concurrent, "sampler": sampler}
 
     def scenario(self):
-        return Scenario(wishes=self.wishes, **self.knobs)
+        return Scenario(requests=self.requests, **self.knobs)
 
     def state(self):
         with Ledger(self.path) as ledger:
@@ -60,13 +60,13 @@ class Lives(RuleBasedStateMachine):
     a_controller_dies_soon = rule(num_steps=st.integers(0, 30))(lives)
     a_controller_dies_later = rule(num_steps=st.integers(20, 70))(lives)
 
-    @rule(body=wishes, num_more_ended=st.integers(0, 4))
-    def somebody_will_ask(self, body, num_more_ended):
-        self.wishes = (*self.wishes, (len(self.state().end_order) + num_more_ended, body))
+    @rule(body=requests, num_more_ended=st.integers(0, 4))
+    def a_user_will_request(self, body, num_more_ended):
+        self.requests = (*self.requests, (len(self.state().end_order) + num_more_ended, body))
 
     @precondition(is_begun)
-    @rule(body=wishes)
-    def somebody_asks_while_no_controller_is_there(self, body):
+    @rule(body=requests)
+    def a_user_requests_without_a_controller(self, body):
         with Ledger(self.path) as ledger, ledger.hold(), patch.object(step, "recovered", self._recovered):
             ledger.add_request(body, by="user", at_s=0.0)
             state = step.apply_requests(ledger, self.path)
@@ -81,7 +81,7 @@ class Lives(RuleBasedStateMachine):
         self.world.node_losses.setdefault(node.name, self.world.now_s + in_s)
 
     @invariant()
-    def nothing_is_there_twice(self):
+    def nothing_exists_twice(self):
         with Ledger(self.path) as ledger:
             events = list(ledger.events())
         launched = Counter(event.token for event in events if isinstance(event, AttemptLaunched))

@@ -25,7 +25,7 @@ outcomes = st.sampled_from([measured(), measured(0.2), *failures().values()])
 
 
 @given(st.lists(outcomes, min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 6))
-def test_any_course_of_outcomes_ends_measures_no_candidate_twice_and_conserves_device_time(course, concurrent, limit):
+def test_any_sequence_of_outcomes_ends_without_duplicates_and_conserves_device_time(course, concurrent, limit):
     state, commands = step(SweepState(), created(budget=Budget(max_trials=limit), max_concurrent=concurrent))
     remaining = list(course)
     num_ended = 0

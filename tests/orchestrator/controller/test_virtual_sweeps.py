@@ -41,7 +41,7 @@ def test_a_simulated_sweep_runs_to_its_end_in_virtual_time(tmp_path):
     assert "simulated" in result.state.sweep.hardware
 
 
-def test_an_interrupted_simulated_sweep_goes_on_where_its_clock_stood(tmp_path):
+def test_an_interrupted_simulated_sweep_resumes_at_its_clock(tmp_path):
     content = changed(SWEEP, ("cluster", "simulation", "noise"), 0.0)
     whole = submit(tmp_path, content).state
     (tmp_path / "other").mkdir()
@@ -69,14 +69,14 @@ def test_faults_and_lost_nodes_reach_the_sweep(tmp_path):
     assert counts["measured"] >= 1
 
 
-def test_where_no_cost_model_guides_usual_effects_do_and_a_sentence_says_so(tmp_path, caplog):
+def test_without_a_cost_model_typical_effects_guide_and_are_logged(tmp_path, caplog):
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
     assert make_search(spec, make_plan(spec), None, PriorKnowledge()).suggest is not None
     assert "ranked by typical effects of knobs: the hardware is unknown" in caplog.text
 
 
-def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from_the_start(tmp_path):
+def test_a_larger_budget_continues_a_finished_sweep_as_if_set_from_the_start(tmp_path):
     content = {**SWEEP, "search": {"sampler": "random", "seed": 1}, "budget": {"max_trials": 4}}
     (tmp_path / "whole").mkdir()
     whole = submit(tmp_path / "whole", {**content, "budget": {"max_trials": 5}}).state
@@ -102,7 +102,7 @@ def test_a_larger_budget_goes_on_with_a_finished_sweep_as_if_it_had_been_so_from
         go_on(wall_time="soon")
 
 
-def test_a_host_clock_that_jumps_spends_no_budget(tmp_path, monkeypatch):
+def test_a_jump_of_the_host_clock_spends_no_budget(tmp_path, monkeypatch):
     host, jumps = time.time, itertools.cycle((0.0, 7200.0, -7200.0))
     monkeypatch.setattr(controller, "clock_of", lambda *_, **__: None)
     monkeypatch.setattr(time, "time", lambda: host() + next(jumps))

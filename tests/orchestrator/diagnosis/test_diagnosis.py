@@ -118,7 +118,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_a_planted_bottleneck_is_named_with_the_knob_that_answers_it(kind):
+def test_a_planted_bottleneck_is_named_with_its_knob(kind):
     candidates, where, knob = PLANTED[kind]
     found = diagnosed(candidates, **where)
     assert found.bottleneck.kind == kind, [(one.kind, one.share) for one in found.bottlenecks]
@@ -170,7 +170,7 @@ def test_profiled_ranks_that_compute_differently_are_an_imbalance():
     assert (found.kind, found.source, found.share) == ("imbalance", "profiled", pytest.approx(0.3))
 
 
-def test_mixed_precision_that_brings_nothing_is_evidence_of_dispatch():
+def test_useless_mixed_precision_is_evidence_of_dispatch_overhead():
     candidates = [llama(Layout(dp_replicate=8)), llama(Layout(dp_replicate=8), precision=Precision())]
     clock = StepBreakdown(forward_s=0.05, backward_s=0.05)
     outcomes = [
@@ -182,7 +182,7 @@ def test_mixed_precision_that_brings_nothing_is_evidence_of_dispatch():
     assert any("mixed precision helps little" in line for line in found.evidence)
 
 
-def test_a_change_that_the_sweep_tried_is_told_as_measured_and_one_without_memory_as_such():
+def test_a_tried_change_is_reported_as_measured_and_one_that_exceeds_memory_as_such():
     small, large = llama(SHARDED, recompute=full(SHARDED)), llama(SHARDED)
     larger = llama(SHARDED, micro_batch_size=4)
     candidates = [small, large, larger]
@@ -223,7 +223,7 @@ def test_selective_recompute_is_as_the_runner_timed_it():
     assert parts == [("recompute", 0.2, "measured"), ("forward_backward", 0.8, "measured")]
 
 
-def test_workloads_that_are_no_decoders_are_explained_too():
+def test_workloads_other_than_decoders_are_explained_too():
     workload = replace(WORKLOAD, model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=2048)
     low = Precision(level="O2", dtype="bfloat16")
     candidates = [Candidate(micro_batch_size=2048), Candidate(micro_batch_size=2048, precision=low)]
@@ -270,7 +270,7 @@ def test_a_gain_that_was_confirmed_is_the_confirmed_one():
     assert (change.ratio, change.num_rounds) == (known, 4)
 
 
-def test_custom_knobs_answer_by_what_their_name_means():
+def test_custom_knobs_are_recommended_by_the_meaning_of_their_name():
     """A program's own ``--num-workers`` is the answer to waiting for data, and is not listed as fixed."""
     knob = "--num-workers"
     workers = [Candidate(own=(CustomChoice(name=knob, value=value),)) for value in (0, 2, 4)]
@@ -326,9 +326,9 @@ def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks,
 SHARES_OF_PROFILE = {"compute": 0.5, "communication": 0.3, "dispatch": 0.2}
 
 
-def test_of_a_program_that_tells_its_waiting_the_rest_is_split_only_where_there_is_a_model():
-    told = StepBreakdown(data_s=0.2, other_s=0.5)
-    taken = measured(0.7, breakdown=told, findings=Findings(script=ScriptReport()))
+def test_the_time_of_a_program_beyond_data_is_split_only_with_a_model():
+    clock_times = StepBreakdown(data_s=0.2, other_s=0.5)
+    taken = measured(0.7, breakdown=clock_times, findings=Findings(script=ScriptReport()))
     trial = sweep([llama(SHARDED)], [taken]).trials[0]
     plain = split(trial, {}, "nobody knows its dimensions")
     assert [(part.name, pytest.approx(part.seconds)) for part in plain.parts] == [("data", 0.2), ("other", 0.5)]
@@ -342,7 +342,7 @@ def test_of_a_program_that_tells_its_waiting_the_rest_is_split_only_where_there_
     assert parts == {name: (0.7 * share, "profiled") for name, share in SHARES_OF_PROFILE.items()}
 
 
-def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
+def test_in_a_huge_space_changes_are_searched_around_the_trial():
     space = test_large.spec()
     topology = test_large.TOPOLOGY
     beyond = make_plan(space, topology).beyond
@@ -354,7 +354,7 @@ def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
     assert {"compile"} in changed and {"micro_batch_size"} in changed and {"recompute"} in changed
 
 
-def test_a_baseline_outside_of_the_space_is_answered_from_inside_of_it():
+def test_a_baseline_outside_the_space_gets_advice_from_inside_it():
     """No candidate reads data as the baseline does, so that every change changes that too."""
     outside = llama(MANY_STAGES, micro_batch_size=4, loader=Loader(full_batch=True))
     inside = [llama(MANY_STAGES, micro_batch_size=size) for size in (1, 2)]

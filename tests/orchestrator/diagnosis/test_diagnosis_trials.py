@@ -1,4 +1,4 @@
-"""What all trials together tell: effects of planted knobs, predictions held against measurements."""
+"""Findings over all trials: effects of planted knobs, predictions compared with measurements."""
 
 import io
 import itertools
@@ -50,7 +50,7 @@ def predictions(state):
     return compare_predictions(state.searched(), state.searched())
 
 
-def test_knobs_that_always_changed_together_are_one_line_and_nothing_is_said_of_no_trials():
+def test_knobs_that_always_changed_together_are_one_line_and_no_trials_give_no_effects():
     found = tabulate(planted().searched(), Objective()).knobs
     assert [knobs for knobs in found if len(knobs) > 1] == [("num_workers", "prefetch_factor")]
     assert main_effects(tabulate([], Objective()), Objective()) == ()
@@ -66,7 +66,7 @@ def test_effects_come_from_pairs_that_differ_in_nothing_else():
     assert idle[0].ratio < 1.02 and not idle[0].is_shown
 
 
-def test_without_pairs_a_regression_tells_what_the_trials_determine():
+def test_without_pairs_a_regression_estimates_determined_effects():
     """Half a factorial, in which precision never changes alone."""
     half = [
         (O1 if (mode == "block") != (workers == 2) else Precision(), size, mode, workers)
@@ -81,8 +81,8 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
     assert "precision" not in [effect.knobs[0] for effect in fewer], "four trials leave nothing to judge the fit by"
 
 
-def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
-    """A pair that differs in a custom knob besides is none: the baseline leaves it out, and so does a condition."""
+def test_inherited_is_a_value_of_a_custom_knob():
+    """A pair that also differs in a custom knob does not count: the baseline leaves it out, and so does a condition."""
     half = (CustomChoice(name="--dtype", value="bfloat16"),)
     candidates = [Candidate(micro_batch_size=4), Candidate(micro_batch_size=2, own=half), Candidate(micro_batch_size=2)]
     for order in (candidates, candidates[::-1]):
@@ -104,7 +104,7 @@ def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
         ({"step_s": 0.5}, False),
     ],
 )
-def test_an_option_that_changes_nothing_that_was_seen_has_no_effect(changed, is_without_effect):
+def test_an_option_that_changes_nothing_has_no_effect(changed, is_without_effect):
     def outcome(*, losses=(1.0, 0.9), facts=None, peak=1 << 30, step_s=1.0):
         found = measured(step_s)
         findings = Findings(script=ScriptReport(facts=facts or ScriptFacts(micro_batch_size=8)))
@@ -122,7 +122,7 @@ def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):
     return PredictedResult(step_time_s=step_s, log_spread=spread, peak_bytes=peak, probability_fits=fits)
 
 
-def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
+def test_predictions_are_compared_with_measurements_and_outliers_are_named():
     zero3 = Layout(dp_shard=2, zero_stage=3)
     candidates = [Candidate(micro_batch_size=size) for size in (1, 2, 4, 8)]
     candidates += [Candidate(micro_batch_size=size, layout=zero3) for size in (1, 2)]
@@ -147,7 +147,7 @@ def test_a_surprise_of_memory_is_counted_and_few_predictions_claim_nothing():
 LONG = list(itertools.product((Precision(), O1), (1, 2, 4), ("off", "block"), range(120)))
 
 
-def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did():
+def test_a_long_sweep_is_sampled_for_pairs_of_single_knobs():
     state = planted(LONG, noise=0.3)
     kept = sample(state.searched(), [state.baseline, state.best], state)
     assert MAX_TRIALS / 2 < len(kept) <= MAX_TRIALS + 20
@@ -161,7 +161,7 @@ def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did(
 
 
 @pytest.mark.exhaustive
-def test_the_explanation_of_a_long_sweep_says_that_it_rests_on_a_sample():
+def test_the_explanation_of_a_long_sweep_mentions_its_sample():
     state = planted(LONG, noise=0.3)
     explained = explain_sweep(state, Basis())
     assert explained.num_trials == len(LONG) > explained.num_examined
@@ -171,7 +171,7 @@ def test_the_explanation_of_a_long_sweep_says_that_it_rests_on_a_sample():
     assert f"{explained.num_examined:,} of {len(LONG):,} trials" in shown.export_text()
 
 
-def test_leaving_each_trial_out_is_worked_out_at_once():
+def test_leave_one_out_errors_have_a_closed_form():
     candidates = [llama(Layout(dp_shard=8, zero_stage=3), micro_batch_size=n) for n in range(1, 9)]
     state = sweep(candidates, simulate(candidates))
     view, _ = _view(state, basis(candidates), state.searched(), [])

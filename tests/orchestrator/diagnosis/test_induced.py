@@ -50,9 +50,9 @@ COMMAND = ScriptCommand(
 
 def trained(argv, folder, ranks=1):
     """What a gang that ran ``slow.py`` measured."""
-    told = launch(["slow.py", *argv, "--steps", str(STEPS)], folder, ranks=ranks)
+    runs = launch(["slow.py", *argv, "--steps", str(STEPS)], folder, ranks=ranks)
     successes = []
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(runs):
         assert one.code == 0, one.errors
         command = replace(COMMAND, num_devices=ranks)
         book = StepBook(command)
@@ -97,7 +97,9 @@ def test_what_slows_a_program_is_named(name, tmp_path):
     assert found.bottleneck.kind == kind, (outcome.measurement.breakdown, [b.kind for b in found.bottlenecks])
     assert any(words in line for line in found.bottleneck.evidence), found.bottleneck.evidence
     assert found.parts.share("other") < 0.5, "the step was taken apart"
-    assert not any(one.kind == "compute" for one in found.bottlenecks), "nothing here tells computation from waiting"
+    assert not any(one.kind == "compute" for one in found.bottlenecks), (
+        "nothing here distinguishes computation from waiting"
+    )
 
 
 @pytest.mark.slow
@@ -180,7 +182,7 @@ def test_a_bubble_is_answered_by_what_makes_it_smaller():
     assert found.gain <= found.at_most
 
 
-def test_uneven_stages_are_told_what_even_ones_would_be():
+def test_uneven_stages_get_the_even_split_as_advice():
     candidates = [llama(pipeline(7, 1))]
     workload = replace(WORKLOAD, model=replace(MODEL, num_layers=8))
     state = sweep(candidates, simulate(candidates, workload), workload)
@@ -188,7 +190,7 @@ def test_uneven_stages_are_told_what_even_ones_would_be():
     assert found.kind == "imbalance" and "even stages have 4,4 layers" in found.evidence
 
 
-def test_recompute_that_a_trial_does_without_is_the_bottleneck_that_it_was_measured_to_be():
+def test_unneeded_recompute_is_a_bottleneck_of_the_measured_size():
     """The cost model has 4% for it, and computation for the rest: the trial without is twice as fast."""
     layout = Layout(dp_shard=8, zero_stage=3)
     candidates = [llama(layout, recompute=full(layout)), llama(layout)]
@@ -206,7 +208,7 @@ def test_graph_mode_that_gave_up_comes_first():
     assert found.kind == "compilation" and "slow.py:52" in found.evidence[0]
 
 
-def test_a_batch_norm_under_another_micro_batch_is_another_training():
+def test_another_micro_batch_changes_training_with_batch_norm():
     candidates = [Candidate(micro_batch_size=8), Candidate(micro_batch_size=16)]
     found = diagnosed(program({"batch_norms": 5}), program({"batch_norms": 5}), candidates=candidates)
     one = explain_sweep(sweep(candidates, [program({"batch_norms": 5})] * 2), Basis(), trial=1).chosen
@@ -214,7 +216,7 @@ def test_a_batch_norm_under_another_micro_batch_is_another_training():
     assert any("5 batch-norm layers with 16 samples per micro-batch instead of 8" in line for line in one.advice)
 
 
-def test_a_knob_of_any_name_answers_by_the_role_that_the_file_gives_it():
+def test_a_custom_knob_is_recommended_by_its_declared_role():
     workers = [Candidate(own=(CustomChoice(name="--nw", value=value),)) for value in (0, 4)]
     clock = StepBreakdown(data_s=0.05, forward_s=0.02, backward_s=0.02, other_s=0.01)
     script = Findings(script=ScriptReport())
@@ -225,7 +227,7 @@ def test_a_knob_of_any_name_answers_by_the_role_that_the_file_gives_it():
         assert (found.remedy.changed if found.remedy else None) == changed
 
 
-def test_without_a_profile_a_program_is_told_what_is_known_and_what_would_tell():
+def test_without_a_profile_a_program_gets_the_known_split_and_a_hint_to_profile():
     explained = diagnosed(program(BUSY), program(BUSY), candidates=(Candidate(), Candidate(precision=Precision())))
     screen = text(render_sweep_explanation(explained), 200)
     assert "forward and backward, 80% of the step" in screen and "only a profile can distinguish them" in screen

@@ -47,7 +47,7 @@ def test_the_remedy_depends_on_the_operator_and_on_what_is_on():
     assert len(lines(loss, scores, copies, fused)) == 3
 
 
-def test_the_roof_is_the_probes_or_else_the_catalogues():
+def test_the_roof_comes_from_the_probe_or_else_the_catalogue():
     def node(per_s):
         matmul, copy = MatmulRate(per_s=per_s, size=256), Rate(per_s=per_s / 10)
         return SimpleNamespace(matmul_flops_per_s={"float32": matmul}, copy_bytes_per_s={"device": copy})

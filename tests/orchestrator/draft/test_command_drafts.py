@@ -95,11 +95,11 @@ def test_a_command_becomes_a_sweep_that_can_be_planned(folder, recipe):
     assert planned["num_legal"] >= 3
 
 
-def test_a_batch_that_cannot_be_read_is_asked_for(folder):
+def test_an_unreadable_batch_size_must_be_given(folder):
     (folder / "odd.py").write_text("import sys\nprint(sys.argv)\n")
-    asked = run("init", "--no-run", "--", "python", "odd.py", "--size", "8")
-    assert asked.exit_code == 2
-    assert "--global-batch-size" in asked.stderr
+    refused = run("init", "--no-run", "--", "python", "odd.py", "--size", "8")
+    assert refused.exit_code == 2
+    assert "--global-batch-size" in refused.stderr
     assert not (folder / "sweep.yaml").exists()
     assert run("init", "--no-run", "--global-batch-size", 8, "--", "python", "odd.py", "--size", "8").exit_code == 0
     assert load_sweep(folder / "sweep.yaml").to_workload().model.launcher == "own"

@@ -31,14 +31,14 @@ from orchestrator.errors import ConfigError
         ),
     ],
 )
-def test_what_stands_in_front_of_a_program_is_taken_away(typed, argv, launcher, ranks):
+def test_launchers_in_front_of_a_program_are_removed(typed, argv, launcher, ranks):
     found = take_apart(shlex.split(typed), Path())
     assert (shlex.join(found.argv), found.launcher, found.num_processes) == (argv, launcher, ranks)
     assert found.starts_ranks == (launcher == "msrun")
     assert dict(found.env) == ({"CUDA_VISIBLE_DEVICES": "0,1"} if typed.startswith("CUDA") else {})
 
 
-def test_what_accelerate_was_told_becomes_its_variables(tmp_path, monkeypatch):
+def test_options_of_accelerate_become_its_variables(tmp_path, monkeypatch):
     tool = tmp_path / "accelerate"
     tool.write_text("#!/opt/other/bin/python3.12\nimport sys\n")
     tool.chmod(0o755)
@@ -61,7 +61,7 @@ def test_what_accelerate_was_told_becomes_its_variables(tmp_path, monkeypatch):
         ("torchrun", "script"),
     ],
 )
-def test_what_cannot_be_taken_apart_is_said_with_a_remedy(typed, word):
+def test_unsupported_commands_are_rejected_with_a_remedy(typed, word):
     with pytest.raises(ConfigError, match=re.escape(word)):
         take_apart(shlex.split(typed), Path())
 
@@ -93,7 +93,7 @@ def test_the_line_of_a_step_is_recognised_in_the_source(source, printed, seen):
 
 
 @pytest.mark.parametrize("source", ['print("done")', 'print(f"{i * len(data)} loss {x}")', 'print(f"loss {loss}")'])
-def test_a_line_that_is_not_understood_is_left_to_the_hook(source):
+def test_an_unrecognised_line_is_left_to_the_hook(source):
     assert log_pattern(ast.parse(source)) is None
 
 
@@ -112,7 +112,7 @@ p.add_argument("--seq_len", type=int, default=64)
 """
 
 
-def test_a_switch_is_given_the_role_by_which_it_was_recognised_where_its_name_does_not_say_so(tmp_path):
+def test_a_switch_gets_its_recognised_role_unless_its_name_implies_it(tmp_path):
     (tmp_path / "t.py").write_text(OPTIONS.replace("--gradient_checkpointing", "--gradient_checkpoint"))
     argv = ("python", "t.py", "--bs=4")
     found = read_program(argv, read_source(find_script(argv, tmp_path)), is_gpu=False)
@@ -136,7 +136,7 @@ def test_options_of_usual_names_become_placeholders_and_knobs(tmp_path):
     assert "torch" in source.modules
 
 
-def test_without_accumulation_the_batch_stays_and_that_is_said(tmp_path):
+def test_without_accumulation_the_batch_is_kept_with_a_remark(tmp_path):
     (tmp_path / "t.py").write_text(OPTIONS.replace("--grad-accum", "--other"))
     argv = ("python", "t.py", "-b", "4")
     found = read_program(argv, read_source(tmp_path / "t.py"), is_gpu=False)
@@ -144,7 +144,7 @@ def test_without_accumulation_the_batch_stays_and_that_is_said(tmp_path):
     assert "accumulation" in found.remarks[0]
 
 
-def test_a_source_that_cannot_be_read_is_said(tmp_path):
+def test_an_unreadable_source_is_reported(tmp_path):
     (tmp_path / "t.py").write_text("def broken(:\n")
     found = read_program(("python", "t.py"), read_source(tmp_path / "t.py"), is_gpu=False)
     assert "t.py" in found.remarks[0]

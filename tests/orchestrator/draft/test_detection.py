@@ -1,4 +1,4 @@
-"""Programs as strangers write them are run for a few steps: the true batch, what a changed run proves of options."""
+"""Programs of unknown users are run for a few steps: the true batch, what a changed run proves about options."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_waiting_for_devices_uses_up_no_run_time(folder):
     assert 0 < detector.spent_s < time.monotonic() - begun_s - 3
 
 
-def test_another_batch_than_was_seen_is_an_error_with_the_right_number(folder):
+def test_a_batch_size_other_than_observed_is_an_error_with_the_right_number(folder):
     command = take_apart(shlex.split("python from_json.py settings.json"), folder)
     detected = Detected(facts=FACTS)
     script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, detected=detected)
@@ -162,7 +162,7 @@ def test_samples_that_vary_have_no_length(seen, longest, length):
         ("python keys.py", None, None, None, False),
     ],
 )
-def test_tokens_of_a_sample_are_those_of_the_models_inputs_unless_stated(folder, typed, given, seen, drafted, is_read):
+def test_tokens_per_sample_come_from_model_inputs_unless_configured(folder, typed, given, seen, drafted, is_read):
     command = take_apart(shlex.split(typed), folder)
     detected = Detected(facts=facts(seq_length=seen))
     script = read_command(command, folder, recipe=None, is_gpu=False, ranks=2, detected=detected)
@@ -171,7 +171,7 @@ def test_tokens_of_a_sample_are_those_of_the_models_inputs_unless_stated(folder,
     assert ("read from the model's inputs" in text) == is_read
 
 
-def test_what_cannot_run_is_drafted_from_its_source_and_marked(folder):
+def test_a_program_that_cannot_run_is_drafted_from_its_source_and_marked(folder):
     (folder / "broken.py").write_text("import argparse, nowhere_to_be_found\np.add_argument('--bs', default=4)\n")
     result = run("init", "--json", "--", "python", "broken.py")
     assert result.exit_code == 0, result.output
@@ -208,7 +208,7 @@ def facts(**changed):
         ("checkpointing", True, {"layer_calls_per_forward": 2.0}, "switched"),
     ],
 )
-def test_what_moves_in_a_changed_run_decides_what_an_option_is(role, value, after, way):
+def test_effects_of_a_changed_run_classify_an_option(role, value, after, way):
     change = OptionChange(role=role, option=ScriptOption(names=("--x",)), value=value)
     found = proof(change, facts(dtype="float32"), facts(**{"dtype": "float32", **after}))
     assert (found.way if found else None) == way
@@ -233,7 +233,7 @@ def test_samples_of_a_step_follow_from_its_passes(forwards, backwards, optimizer
     assert found.samples_per_step == samples
 
 
-def test_options_are_found_wherever_they_are(folder):
+def test_options_are_found_in_every_notation(folder):
     seen = (
         SeenOption(kind="argparse", name="bs", value=8, flags=("-b", "--batch")),
         SeenOption(kind="environment", name="ACCUM", value=2),

@@ -65,14 +65,14 @@ def test_two_matrices_become_three_of_as_many_weights(tmp_path, config):
     assert any("SwiGLU" in difference for difference in model.differences)
 
 
-def test_the_weights_are_those_of_the_real_model(tmp_path):
+def test_weights_match_the_real_model(tmp_path):
     """Of a Llama the draft is the model itself: as many parameters as transformers builds."""
     config = transformers.LlamaConfig(**GATED, num_key_value_heads=2)
     built = transformers.LlamaForCausalLM(config)
     assert drafted(tmp_path, config).num_parameters == sum(weight.numel() for weight in built.parameters())
 
 
-def test_the_experts_are_those_of_the_real_model(tmp_path):
+def test_experts_match_the_real_model(tmp_path):
     config = transformers.MixtralConfig(**GATED, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     built = transformers.MixtralForCausalLM(config)
     model = drafted(tmp_path, config)
@@ -80,7 +80,7 @@ def test_the_experts_are_those_of_the_real_model(tmp_path):
     assert (model.shape.experts.num_experts, model.shape.experts.top_k) == (4, 2)
 
 
-def test_experts_of_their_own_width_are_read(tmp_path):
+def test_the_width_of_experts_is_read(tmp_path):
     config = transformers.Qwen3MoeConfig(
         **GATED,
         num_key_value_heads=2,
@@ -93,7 +93,7 @@ def test_experts_of_their_own_width_are_read(tmp_path):
     assert (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalizes) == (16, 4, 96, False)
 
 
-def test_latent_attention_is_that_of_the_real_model(tmp_path):
+def test_latent_attention_matches_the_real_model(tmp_path):
     """A smaller DeepSeek-V3."""
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12}
     config = transformers.DeepseekV3Config(
@@ -171,7 +171,7 @@ def test_dense_first_layers_and_shared_experts_are_read(tmp_path):
         "list",
     ],
 )
-def test_what_has_no_counterpart_is_refused_with_its_file(tmp_path, content, words):
+def test_unsupported_models_are_refused_with_their_file(tmp_path, content, words):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError) as caught:

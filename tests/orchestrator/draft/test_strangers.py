@@ -185,7 +185,7 @@ def test_batch_normalisation_is_named(folder):
     assert any("batch normalisation" in note for note in document["not_read"])
 
 
-def test_nothing_to_tune_names_the_program_that_is_there(folder):
+def test_init_without_arguments_names_the_program(folder):
     (folder / "pretrain.py").write_text("")
     result = CliRunner().invoke(main, ["init"])
     assert result.exit_code == 2
@@ -218,7 +218,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("case", INSIDE)
-def test_what_a_program_has_no_option_for_is_set_within_it_unless_its_code_does(folder, case):
+def test_knobs_without_an_option_are_set_inside_the_program_unless_its_code_sets_them(folder, case):
     code, inside, baseline = INSIDE[case]
     (folder / "train.py").write_text(TORCH + code)
     written, _ = drafted(folder, "python train.py", "--global-batch-size", "4")
@@ -226,7 +226,7 @@ def test_what_a_program_has_no_option_for_is_set_within_it_unless_its_code_does(
     assert {name: value for name, value in written["baseline"].items() if name == "num_workers"} == baseline
 
 
-def test_what_only_trials_need_stands_apart_and_is_read_back(folder):
+def test_arguments_only_for_trials_are_separate_and_read_back(folder):
     options = ("'--bs', type=int, default=4", "'--accum', type=int, default=1", "'-o', '--output', default=''")
     more = (*options, "'--log-interval', type=int, default=50")
     lines = [f"p.add_argument({option})" for option in more]

@@ -1,4 +1,4 @@
-"""Every field there can be, and which of them a recipe speaks for: what tests of completeness compare."""
+"""Every possible field, and those that a recipe handles: what tests of completeness compare."""
 
 import functools
 import typing

@@ -100,7 +100,7 @@ def program(name, *more, without=(), files=None, env=None):
 
 
 def request_for(run, name, candidate, **more):
-    """What lays a candidate over a command; of torchtitan's model nobody but the sweep file knows the layers."""
+    """What lays a candidate over a command; the layers of torchtitan's model are only in the sweep file."""
     reading = training(name).read(run)
     reading = canonical_reading(reading, as_it_stands(run, name))
     reading = dataclasses.replace(reading, num_layers=reading.num_layers or MODEL.num_layers)
@@ -148,11 +148,11 @@ def run_of(laid, run):
 
 
 def differing(run, name, candidate):
-    """Fields of which a command says something else than a candidate."""
+    """Fields in which a command differs from a candidate."""
     reading = training(name).read(run)
-    asked, said = values_of(candidate), reading.values
-    known = canonical(candidate_of({**asked, **{path: v for path, v in said.items() if path in asked}}))
+    requested, parsed = values_of(candidate), reading.values
+    known = canonical(candidate_of({**requested, **{path: v for path, v in parsed.items() if path in requested}}))
     found = values_of(known)
-    if reading.num_layers is None and said.get("recompute.full") and asked["recompute.full"]:
-        found["recompute.full"] = asked["recompute.full"]  # all layers, however many there are
-    return {path for path in asked if found.get(path) != asked[path]}
+    if reading.num_layers is None and parsed.get("recompute.full") and requested["recompute.full"]:
+        found["recompute.full"] = requested["recompute.full"]  # all layers, however many there are
+    return {path for path in requested if found.get(path) != requested[path]}

@@ -1,4 +1,4 @@
-"""Commands of programs as people write them, candidates laid over them, and what they say afterwards."""
+"""Commands of programs as people write them, candidates laid over them, and their readings afterwards."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """What Megatron-LM makes of exported arguments: ``python -m tests.orchestrator.frameworks.real_megatron FOLDER``.
 
-In a process of its own, because importing Megatron-LM changes the environment, the log and the warnings. Each folder in
-FOLDER holds one export; printed is, per folder, what parser, checks and model configuration understood. GPUs are only
-spoken of: the checks ask for their compute capability.
+In a separate process, because importing Megatron-LM changes the environment, the log and the warnings. Each folder in
+FOLDER holds one export; printed is, per folder, what parser, checks and model configuration understood. There are no
+GPUs: the checks only query their compute capability.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ def main(folder):
 
         torch.cuda.get_device_capability = lambda *_: (9, 0)
         torch.cuda.get_device_properties = lambda *_: type("Properties", (), {"major": 9, "minor": 0})
-        said = {path.name: _understood(path / "megatron.sh") for path in sorted(Path(folder).iterdir())}
-    print(json.dumps(said))
+        values = {path.name: _understood(path / "megatron.sh") for path in sorted(Path(folder).iterdir())}
+    print(json.dumps(values))
 
 
 def _understood(script):
     from megatron.training import arguments
 
     text = script.read_text()
-    said = shell.load(text)
-    os.environ |= {"WORLD_SIZE": str(said.pop(shell.WORLD_SIZE)), "RANK": "0", "LOCAL_RANK": "0"}
+    values = shell.load(text)
+    os.environ |= {"WORLD_SIZE": str(values.pop(shell.WORLD_SIZE)), "RANK": "0", "LOCAL_RANK": "0"}
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     os.environ |= dict(re.findall(r"^export (\w+)=(\w+)$", text, flags=re.MULTILINE))
-    words = [word for name, value in said.items() for word in (name, *_values(value))]
+    words = [word for name, value in values.items() for word in (name, *_values(value))]
     sys.argv = ["pretrain_gpt.py", *words, "--train-iters", "10", "--mock-data", *WITHOUT_TRANSFORMER_ENGINE]
     args = arguments.parse_args()
     arguments.validate_args(args)

@@ -1,7 +1,7 @@
 """What real packages understand of exported files: ``python -m tests.orchestrator.frameworks.real_packages deepspeed
 FOLDER``.
 
-In a process of its own, because importing these packages changes the environment, the log and the warnings. Each folder
+In a separate process, because importing these packages changes the environment, the log and the warnings. Each folder
 in FOLDER holds one export; printed is, per folder, what the package made of it, as values by path, and the package's
 facts as in ``tests.orchestrator.frameworks.facts``.
 """
@@ -22,9 +22,9 @@ FACTS = {"accelerate": ("accelerate", "transformers"), "deepspeed": ("deepspeed"
 def main(format_, folder):
     check = {"accelerate": _accelerate, "deepspeed": _deepspeed, "torchtitan": _torchtitan}[format_]
     with contextlib.redirect_stdout(sys.stderr):
-        said = {path.name: check(path) for path in sorted(Path(folder).iterdir())}
+        values = {path.name: check(path) for path in sorted(Path(folder).iterdir())}
         found = {package: facts.collect(package) for package in FACTS[format_]}
-    print(json.dumps({"said": said, "facts": found}))
+    print(json.dumps({"said": values, "facts": found}))
 
 
 # ---- the model ----
@@ -67,12 +67,12 @@ def _accelerate(folder):
     os.environ.clear()
     os.environ.update(env)
     try:
-        said = _sharding(args) | _arguments(folder)
+        values = _sharding(args) | _arguments(folder)
     finally:
         os.environ.clear()
         os.environ.update(before)
-    said["kernels.compile"] = _compiled(env)
-    return said | _llama(folder)
+    values["kernels.compile"] = _compiled(env)
+    return values | _llama(folder)
 
 
 def _sharding(args):
@@ -97,7 +97,7 @@ def _sharding(args):
 
 
 def _arguments(folder):
-    """``TrainingArguments`` of a host without a GPU, which therefore cannot be asked for TF32."""
+    """``TrainingArguments`` of a host without a GPU, which therefore cannot request TF32."""
     from transformers import HfArgumentParser, TrainingArguments
 
     written = json.loads((folder / "training_args.json").read_text())
@@ -127,7 +127,7 @@ def _compiled(env):
 
 
 class _Ranks:
-    """What DeepSpeed asks of a model-parallel unit: how many ranks split the batch."""
+    """What DeepSpeed queries of a model-parallel unit: how many ranks split the batch."""
 
     def __init__(self, dp):
         self._dp = dp
@@ -137,7 +137,7 @@ class _Ranks:
 
 
 def _deepspeed(folder):
-    """Ranks are only spoken of: a process group of DeepSpeed's would compile C++ first."""
+    """There are no other ranks: a process group of DeepSpeed's would compile C++ first."""
     import deepspeed
 
     written = json.loads((folder / "deepspeed.json").read_text())
@@ -148,7 +148,7 @@ def _deepspeed(folder):
     assert config.world_size == dp
     fp16, bf16 = config.float16_config, config.bfloat16_config
     level = "O1" if config.torch_autocast_enabled else "O2" if fp16.enabled or bf16.enabled else "O0"
-    said = {
+    values = {
         "workload.global_batch_size": config.train_batch_size,
         "micro_batch_size": config.train_micro_batch_size_per_gpu,
         "layout.zero_stage": int(config.zero_optimization_stage),
@@ -160,9 +160,9 @@ def _deepspeed(folder):
     }
     assert config.optimizer_name == "adamw"
     if fp16.enabled and not fp16.loss_scale:
-        said["precision.loss_scale.initial"] = float(fp16.initial_dynamic_scale())
-        said["precision.loss_scale.backoff_interval"] = fp16.hysteresis
-    return said
+        values["precision.loss_scale.initial"] = float(fp16.initial_dynamic_scale())
+        values["precision.loss_scale.backoff_interval"] = fp16.hysteresis
+    return values
 
 
 # ---- torchtitan ----

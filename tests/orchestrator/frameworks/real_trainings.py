@@ -1,7 +1,7 @@
 """What the real packages make of commands that candidates were laid over:
 ``python -m tests.orchestrator.frameworks.real_trainings FILE``.
 
-In a process of its own, because importing these packages changes the environment, the log and the warnings. FILE holds
+In a separate process, because importing these packages changes the environment, the log and the warnings. FILE holds
 a list of commands, each an object with ``kind``, ``words`` and ``env``; printed is what each package understood.
 """
 
@@ -97,7 +97,7 @@ def _plugin(command):
 
 
 class _Ranks:
-    """What DeepSpeed asks of a model-parallel unit: how many ranks split the batch."""
+    """What DeepSpeed queries of a model-parallel unit: how many ranks split the batch."""
 
     def get_data_parallel_world_size(self):
         return 2

@@ -41,7 +41,7 @@ def given_places(words, argument):
 
 
 @given(OTHERS, OTHERS, settings())
-def test_what_is_written_is_read_and_all_else_is_as_before(before, after, setting):
+def test_a_written_value_is_read_back_and_the_rest_is_unchanged(before, after, setting):
     argument, value = setting
     words = (*before, *after)
     assume(argument.takes != "switch" or "--" not in words)
@@ -52,11 +52,11 @@ def test_what_is_written_is_read_and_all_else_is_as_before(before, after, settin
 
 
 @given(OTHERS, settings())
-def test_what_is_said_already_is_left_as_it_stands(words, setting):
+def test_values_already_present_are_unchanged(words, setting):
     argument, _ = setting
-    said = read(words, argument)
-    if said not in (None, "") and not any(word.startswith("@") for word in words):
-        assert write(words, argument, said) == tuple(words)
+    present = read(words, argument)
+    if present not in (None, "") and not any(word.startswith("@") for word in words):
+        assert write(words, argument, present) == tuple(words)
 
 
 MICRO = either_dash("--micro-batch-size", aliases=("-b",))
@@ -79,7 +79,7 @@ def test_a_change_keeps_spelling_and_place(words, value, written):
     assert write(words.split(), MICRO, value) == tuple(written.split())
 
 
-def test_flags_say_no_by_their_absence_or_by_a_name_of_their_own():
+def test_flags_are_disabled_by_absence_or_by_a_negative_name():
     plain, both = Argument(name="--fp32", takes="flag"), Argument(name="--fuse", negative=("--no-fuse",), takes="flag")
     assert write(("--fp32", "x"), plain, False) == ("x",)
     assert write(("--fuse", "x"), both, False) == ("--no-fuse", "x")

@@ -32,8 +32,8 @@ def test_formats_are_listed(home):
 def test_one_file_goes_to_stdout_and_everything_else_to_stderr(home):
     shown = run(home, "ended:t000", "--format", "torchtitan", "--allow-lossy")
     assert shown.exit_code == 0, shown.output
-    said = recipe("torchtitan").parse({"tune_cluster_recipe.py": shown.stdout})
-    assert said.values["layout.dp_replicate"] == long_story.candidate(0).layout.dp_replicate
+    printed = recipe("torchtitan").parse({"tune_cluster_recipe.py": shown.stdout})
+    assert printed.values["layout.dp_replicate"] == long_story.candidate(0).layout.dp_replicate
     assert "warning: workload.data" in shown.stderr
     assert "ended:t000 for torchtitan; run in the directory with these files: torchrun" in shown.stderr
 

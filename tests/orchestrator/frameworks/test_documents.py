@@ -20,7 +20,7 @@ TREES = st.dictionaries(
 
 
 @given(TREES, st.lists(NAMES, min_size=1, max_size=3), SCALARS, st.sampled_from(["f.json", "f.yaml", "f.toml"]))
-def test_a_change_is_read_back_and_the_rest_stays(tree, keys, value, file):
+def test_a_change_is_read_back_and_the_rest_is_unchanged(tree, keys, value, file):
     text = {"f.json": json.dumps, "f.yaml": yaml.safe_dump, "f.toml": tomlkit.dumps}[file](tree)
     wanted = copy.deepcopy(tree)
     place = wanted
@@ -157,7 +157,7 @@ def test_json_may_have_comments_and_keys_with_dots():
         ("a.toml", "a = \n", r"a\.toml: invalid TOML"),
     ],
 )
-def test_what_cannot_be_read_says_where(file, text, message):
+def test_syntax_errors_name_their_place(file, text, message):
     with pytest.raises(ConfigError, match=message):
         load(text, file)
 

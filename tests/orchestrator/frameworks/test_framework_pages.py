@@ -18,7 +18,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("page", ["accelerate", "deepspeed", "llamafactory", "ms-swift", "transformers"])
-def test_the_sweep_file_of_a_page_is_whole(page, tmp_path):
+def test_the_sweep_file_of_a_page_is_complete(page, tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

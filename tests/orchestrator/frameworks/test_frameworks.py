@@ -1,4 +1,4 @@
-"""Every framework by the same tests: exports and overlays say what was asked for, or that they do not.
+"""Every framework by the same tests: exports and overlays contain every request or a note.
 
 What exactly is written stands in ``tests/goldens``, whose seeded candidates and commands are those of these tests.
 """
@@ -56,28 +56,28 @@ ALL, V = ((2, 2), (2, 2)), {"schedule": "zbv", "num_virtual_stages": 2, "stage_l
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_export_says_what_was_asked_for_or_has_a_note_of_its_own(name):
+def test_an_export_contains_every_setting_or_a_note(name):
     known = recipe(name)
     declared = {setting_name for setting in known.settings for setting_name in setting.names}
     for candidate, workload in goldens.configurations()[::4]:
         made = known.export(candidate, workload)
         assert audited(known, candidate, workload).notes == made.notes
         assert set(known.load(made.files)) <= declared
-        said = known.parse(made.files)
-        changed = differences(flatten(candidate, workload), said.values)
+        parsed = known.parse(made.files)
+        changed = differences(flatten(candidate, workload), parsed.values)
         if not any(not path.startswith(("workload.", "own")) for path in changed):
-            assert repr(replace(said.candidate, own=())) == repr(replace(candidate, own=()))
+            assert repr(replace(parsed.candidate, own=())) == repr(replace(candidate, own=()))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_an_export_says_is_said_again_without_loss(name):
+def test_a_parsed_export_is_exported_again_without_loss(name):
     known, count = recipe(name), 0
     for candidate, workload in goldens.configurations()[::3]:
         candidate = replace(candidate, loader=canonical_part(replace(candidate.loader, tuning=None)))
         made = known.export(candidate, workload)
         if not errors(made):
-            said = known.parse(made.files).candidate
-            assert repr(known.parse(known.export(said, workload).files).candidate) == repr(said)
+            parsed = known.parse(made.files).candidate
+            assert repr(known.parse(known.export(parsed, workload).files).candidate) == repr(parsed)
             count += 1
     assert count > 5
 
@@ -259,7 +259,7 @@ def test_torchrun_loses_nothing():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_field_is_spoken_for_by_name(name):
+def test_every_field_is_handled_by_name(name):
     spoken_for = handled(recipe(name))
     assert [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in spoken_for)] == []
     groups = {path.rpartition(".")[0] for path in all_paths()} - {"workload.data", "loader", "layout", "workload"}
@@ -267,14 +267,14 @@ def test_every_field_is_spoken_for_by_name(name):
     assert name == "torchrun" or hiding == []
 
 
-def test_paths_hold_a_configuration_whole():
+def test_paths_hold_a_complete_configuration():
     for candidate, workload in goldens.configurations():
         values = flatten(candidate, workload)
         assert candidate_of(values) == candidate
         assert set(values) <= all_paths()
 
 
-def test_the_document_shows_what_each_format_has_a_setting_for():
+def test_the_document_shows_the_settings_of_each_format():
     assert table() in (ROOT / "docs" / "frameworks" / "README.md").read_text(encoding="utf-8")
 
 
@@ -292,7 +292,7 @@ def forgetful(*forgotten):
         ("workload.optimizer.lr", f"the configuration has {WORKLOAD.optimizer.lr}, but these files set nothing"),
     ],
 )
-def test_a_forgotten_field_is_refused_and_not_dropped(path, message, monkeypatch):
+def test_an_unhandled_field_is_refused_and_not_dropped(path, message, monkeypatch):
     candidate = Candidate(layout=Layout(dp_replicate=2, cp=2, cp_method="ulysses"))
     made = audited(forgetful(path), candidate, WORKLOAD)
     (note,) = [note for note in made.notes if note.severity == "error"]
@@ -320,7 +320,7 @@ def test_all_formats_at_once_with_reasons_for_those_that_cannot():
         export("nemo", Candidate(), WORKLOAD)
 
 
-def test_modules_of_the_users_own_go_where_their_code_is_called_and_programs_nowhere():
+def test_user_modules_are_exported_where_their_code_is_called_and_programs_nowhere():
     module, script = (export_all(*configuration) for configuration in goldens.configurations()[-2:])
     exported = {name: result for name, result in module.items() if not isinstance(result, ConfigError)}
     assert set(exported) == {"accelerate", "deepspeed", "torchrun"}
@@ -331,7 +331,7 @@ def test_modules_of_the_users_own_go_where_their_code_is_called_and_programs_now
         assert isinstance(result, ConfigError), name
 
 
-def test_torchtitan_reads_values_that_somebody_changed_and_refuses_another_file():
+def test_torchtitan_reads_edited_values_and_refuses_another_file():
     ((file, text),) = export("torchtitan", Candidate(precision=O2), WORKLOAD).files.items()
     compile(text, file, "exec")
     changed = text.replace("global_batch_size=96", "global_batch_size=192")
@@ -361,15 +361,15 @@ KINDS = [*commands.FRAMEWORKS, *programs.COMMANDS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_command_is_recognised_and_stays_as_it_is_where_nothing_is_asked_of_it(kind):
+def test_a_command_is_recognised_and_unchanged_by_its_own_candidate(kind):
     known, run = command(kind, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NPROC_PER_NODE": "2"})
     assert recognise(run) is known
     make_parser(known.log)
     candidate = as_it_stands(run, known.name, 8 if kind in commands.FRAMEWORKS else 2)
-    said = known.read(run)
+    parsed = known.read(run)
     request = replace(request_for(run, known.name, candidate), seed=None)
     if kind in programs.COMMANDS:
-        total = 2 * candidate.micro_batch_size * (said.num_microbatches or 1)
+        total = 2 * candidate.micro_batch_size * (parsed.num_microbatches or 1)
         request = programs.request(known, run, candidate, total=total)
     laid = known.overlay(run, request)
     assert errors(laid) == set()
@@ -384,7 +384,7 @@ def test_a_command_is_recognised_and_stays_as_it_is_where_nothing_is_asked_of_it
 
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name != "custom"])
-def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(name):
+def test_an_overlaid_command_reads_as_the_candidate_or_has_an_error(name):
     known, folder, count = training(name), programs.written(goldens.folder()), 0
     for _, run, request in goldens.requests(name)[:100]:
         laid = known.overlay(run, request)
@@ -392,10 +392,10 @@ def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(nam
             continue
         count += 1
         again = run_of(laid, run)
-        said = known.read(again)
+        parsed = known.read(again)
         assert differing(again, name, request.candidate) == set()
-        assert said.global_batch_size in (None, request.global_batch_size)
-        assert said.num_microbatches in (None, request.num_microbatches)
+        assert parsed.global_batch_size in (None, request.global_batch_size)
+        assert parsed.num_microbatches in (None, request.num_microbatches)
         assert differing(run_of(known.trial_mode(laid, 9), run), name, request.candidate) == set()
     assert count > 5
     assert {file: (folder / file).read_text() for file in programs.FILES} == programs.FILES
@@ -405,7 +405,7 @@ def with_layout(**changes):
     return lambda base: commands.canonical(replace(base, layout=replace(base.layout, **changes)))
 
 
-SPLITTING = {  # a command that splits experts over two ranks, what says so, and a layout that its framework refuses
+SPLITTING = {  # a command with experts split over two ranks, the option for it, and a layout that its framework refuses
     "megatron": (
         {"more": ["--num-experts", "8", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]},
         "--expert-model-parallel-size {}",
@@ -467,7 +467,7 @@ def test_a_trial_leaves_nothing_behind(name, gone):
     assert [words for words in gone if words in text] == []
 
 
-def test_what_a_lightning_script_leaves_behind_goes_into_the_trials_own_folder():
+def test_files_of_a_lightning_script_go_into_the_trial_folder():
     laid = training("lightning").trial_mode(Overlay(argv=("python", "fit.py", "--bs", "4"), env={"A": "1"}), 9)
     assert laid.argv == ("python", "fit.py", "--bs", "4")
     assert laid.env == {"A": "1", "PL_TRAINER_DEFAULT_ROOT_DIR": "{out}"}
@@ -484,9 +484,9 @@ def test_a_step_limit_moves_only_where_it_comes_too_early():
 
 
 def test_a_configuration_function_of_torchtitan_is_read_without_being_run():
-    said = settings_of(commands.TITAN_CONFIG, "mine")
-    assert (said["training.local_batch_size"], said["training.seq_len"], said["model_spec"]) == (2, 128, "mine")
-    assert (said["activation_checkpoint"], said["compile.enable"]) == ("full", True)
+    parsed = settings_of(commands.TITAN_CONFIG, "mine")
+    assert (parsed["training.local_batch_size"], parsed["training.seq_len"], parsed["model_spec"]) == (2, 128, "mine")
+    assert (parsed["activation_checkpoint"], parsed["compile.enable"]) == ("full", True)
     branch = "def f():\n    c = Trainer.Config()\n    if x:\n        c.training.steps = 3\n    return c\n"
     assert settings_of(branch, "f") == {"training.steps": "unknown"}
     assert settings_of("def f(:", "f") is None

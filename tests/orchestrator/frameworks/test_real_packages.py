@@ -25,7 +25,7 @@ FILES = {"accelerate": "accelerate.yaml:", "deepspeed": "deepspeed.json:", "torc
 
 
 def run(module, *arguments):
-    """In another process, where warnings are warnings and no network is asked."""
+    """In another process, where warnings are warnings and no network is used."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=170)
@@ -78,7 +78,7 @@ def as_typed(value, fact):
 @pytest.mark.slow
 @pytest.mark.representative("accelerate")
 @pytest.mark.parametrize("name", NEEDS)
-def test_the_real_package_accepts_every_export_and_reads_it_as_we_do(name, tmp_path):
+def test_the_real_package_accepts_every_export_and_reads_the_same_values(name, tmp_path):
     skip_without(*NEEDS[name])
     mixture = [(Candidate(precision=O2), with_experts(EXPERTS["shared"]))] if name == "torchtitan" else []
     made = written(name, [*configurations(90, seed=1), *mixture], tmp_path)
@@ -94,7 +94,7 @@ def test_the_real_package_accepts_every_export_and_reads_it_as_we_do(name, tmp_p
 
 
 def written(name, configurations, folder):
-    """Exports without errors in folders of their own; by folder what they say."""
+    """Exports without errors in separate folders; their values by folder."""
     made = {}
     for number, (candidate, workload) in enumerate(configurations):
         export = recipe(name).export(candidate, workload)
@@ -108,7 +108,7 @@ def written(name, configurations, folder):
 
 
 def derived(candidate, workload):
-    """What packages say in other words."""
+    """Values that packages write differently."""
     short = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
     return {
         "num_parameters": num_parameters(workload.model),
@@ -120,7 +120,7 @@ def derived(candidate, workload):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["mindformers", "paddlenlp"])
-def test_the_facts_are_those_of_the_installed_package(package):
+def test_the_facts_match_the_installed_package(package):
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def test_the_facts_are_those_of_the_installed_package(package):
 
 
 @pytest.mark.slow
-def test_megatron_understands_every_export_as_we_do(tmp_path):
+def test_megatron_reads_the_same_values_from_every_export(tmp_path):
     skip_without("megatron")
     skip_without("megatron.training")  # megatron-core alone has no parser
     made = written("megatron", goldens.configurations()[:100], tmp_path)

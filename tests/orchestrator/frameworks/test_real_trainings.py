@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def understood(commands, folder):
-    """What the packages make of commands, in a process of its own."""
+    """What the packages make of commands, in a separate process."""
     (folder / "commands.json").write_text(json.dumps(commands))
     env = {**os.environ, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     call = [sys.executable, "-m", "tests.orchestrator.frameworks.real_trainings", str(folder / "commands.json")]
@@ -68,7 +68,7 @@ def laid(kind, folder, total=16, count=6):
 TRAINER = ("transformers", "transformers-zero", "transformers-file", "transformers-fsdp")
 
 
-def test_the_trainer_understands_what_was_laid_over(tmp_path):
+def test_the_trainer_reads_the_overlaid_values(tmp_path):
     trials = [trial for kind in TRAINER for trial in laid(kind, written(tmp_path))]
     commands = [{"kind": "trainer", "words": without_tf32(words), "env": {}} for _, words, _ in trials]
     for (candidate, _, _), found in zip(trials, understood(commands, tmp_path), strict=True):
@@ -114,7 +114,7 @@ def check_trial(found, out):
     assert (found["disable_tqdm"], found["output_dir"], found["max_steps"]) == (True, out, -1)
 
 
-def test_deepspeed_understands_what_was_laid_over(tmp_path):
+def test_deepspeed_reads_the_overlaid_values(tmp_path):
     trials = [trial for trial in laid("deepspeed", written(tmp_path)) if trial]
     commands = [{"kind": "deepspeed", "words": words, "env": env} for _, words, env in trials]
     for (candidate, _, _), found in zip(trials, understood(commands, tmp_path), strict=True):
@@ -140,7 +140,7 @@ LAUNCHES = (
 )
 
 
-def test_the_variables_are_those_of_the_real_launcher(tmp_path):
+def test_the_variables_match_the_real_launcher(tmp_path):
     folder, ours = written(tmp_path), []
     for launch in LAUNCHES:
         argv = ("accelerate", "launch", *launch.replace("launch.yaml", str(folder / "launch.yaml")).split())

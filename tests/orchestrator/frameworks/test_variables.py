@@ -47,14 +47,14 @@ def load(tmp_path, env):
         ({"AWS_SECRET_ACCESS_KEY": "abcdefgh"}, "cluster.env.AWS_SECRET_ACCESS_KEY", "must not contain secrets"),
     ],
 )
-def test_what_may_not_be_set_is_refused_with_its_line(tmp_path, env, key, words):
+def test_reserved_variables_are_refused_with_their_line(tmp_path, env, key, words):
     with pytest.raises(ConfigError, match=words) as caught:
         load(tmp_path, env)
     assert caught.value.key == key
     assert caught.value.line is not None
 
 
-def test_a_sweep_is_known_by_its_variables_and_its_ranks_get_them(tmp_path):
+def test_variables_are_part_of_the_identity_of_a_sweep_and_reach_its_ranks(tmp_path):
     spec, plain = load(tmp_path, {**ENV, "SMALL": 1e-3}), load(tmp_path, {})
     given = {**ENV, "SMALL": "0.001"}
     assert spec.cluster.env == given
@@ -71,7 +71,7 @@ def test_a_sweep_is_known_by_its_variables_and_its_ranks_get_them(tmp_path):
     assert launch.env == given
 
 
-def test_the_plan_shows_what_ranks_get(tmp_path):
+def test_the_plan_shows_the_variables_of_ranks(tmp_path):
     plan = make_plan(load(tmp_path, ENV), Topology(nodes=(NODE,)))
     environment = plan.to_json()["environment"]
     assert environment["variables"] == ENV
@@ -85,15 +85,15 @@ def test_exported_scripts_set_them_before_the_start(tmp_path):
     files = with_exports({"run.sh": script, "spec.json": "{}"}, known)
     assert files["spec.json"] == "{}"
     (tmp_path / "run.sh").write_text(files["run.sh"])
-    said = subprocess.run(["sh", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
-    assert said == "Ring/two 'words'\n"
+    parsed = subprocess.run(["sh", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
+    assert parsed == "Ring/two 'words'\n"
     only = with_exports({"ds.json": "{}"}, known)
     assert "export NCCL_ALGO=Ring\n" in only[ENV_FILE]
     assert with_exports({"run.sh": script}, {}) == {"run.sh": script}
     assert variables_of(known) == ENV
 
 
-def test_exported_scripts_say_how_many_threads_ranks_had():
+def test_exported_scripts_set_the_number_of_threads():
     """torchrun gives each one. What is no script, and may be all that goes to stdout, stays alone."""
     known = {"threads_per_device": "12"}
     assert "\nexport OMP_NUM_THREADS=12\n" in with_exports({"run.sh": "#!/bin/sh\nx\n"}, known)["run.sh"]

@@ -27,7 +27,7 @@ def browser():
 
 
 def make_home(folder):
-    """``busy`` runs as far as its ledger says, ``proven`` is over."""
+    """``busy`` runs according to its ledger, ``proven`` is over."""
     cli_homes.keep_running(folder).close()
     cli_homes.keep(folder, "proven", proof_story.proof_events()).close()
     return Home(folder)
@@ -52,7 +52,7 @@ def shared(tmp_path_factory):
 
 
 def serve(home: Home, **options) -> PageServer:
-    """A server of its own at any free port, that looks ten times a second."""
+    """A separate server at any free port, that looks ten times a second."""
     return PageServer(home, None, invocation=PLAIN, links=lambda _sweep: {}, poll_s=0.1, **options)
 
 
@@ -63,16 +63,16 @@ class Window:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.page = self.context.new_page()
         self.errors = []
-        self.page.on("console", self._hear)
+        self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.set_default_timeout(20_000)
         self.page.goto(server.url())
         if path != "/":
             self.page.goto(server.base + path)
 
-    def _hear(self, said):
-        if said.type in ("error", "warning"):
-            self.errors.append(said.text)
+    def _on_console(self, message):
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
 
     def __enter__(self):
         return self

@@ -1,4 +1,4 @@
-"""The pages in a browser: they follow the sweep, sort, ask before they act, and never take text for markup."""
+"""The pages in a browser: they follow the sweep, sort, confirm actions, and never take text for markup."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def is_wide(page):
     return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
 
-def test_the_page_follows_a_sweep_and_steers_it(browser, server, home):
+def test_the_page_follows_and_controls_a_sweep(browser, server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold(), Window(browser, server, "/sweeps/busy") as window:
         page = window.page
         window.wait("#phase", "running")
@@ -68,7 +68,7 @@ def _sort(page):
 
 
 def _pause(window, ledger):
-    """Asked first; Escape takes it back, and the focus returns to where it was."""
+    """With a confirmation; Escape cancels it, and the focus returns to where it was."""
     page = window.page
     button = page.locator("button[data-action=pause]")
     button.focus()
@@ -164,14 +164,14 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, ho
 
 
 def test_a_page_finds_its_server_again(browser, home):
-    """The tab stays: it says that nobody answers, and after a while shows what came meanwhile."""
+    """The tab stays: it reports a lost connection, and later shows what came meanwhile."""
     with serve(home) as server, Window(browser, server, "/sweeps/busy") as window:
         window.wait("#stream", "Updates automatically")
         server.hub.stop()  # ends all streams; the next connection begins another
         window.wait("#stream", "Not connected")
 
 
-def test_all_that_is_interactive_has_a_name(browser, server):
+def test_all_interactive_elements_have_a_name(browser, server):
     with Window(browser, server, "/sweeps/busy") as window:
         window.wait("#trials", "t005")
         nameless = window.page.evaluate(
@@ -187,7 +187,7 @@ def test_all_that_is_interactive_has_a_name(browser, server):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-def test_a_real_sweep_is_paused_resumed_and_seen_to_its_end_by_its_page_alone(browser, tmp_path):
+def test_a_real_sweep_is_paused_resumed_and_followed_to_its_end_on_its_page(browser, tmp_path):
     """Real gangs on this host; resuming starts a controller in the background."""
     file = sweeps.write(tmp_path, measure={"num_steps": 20, "max_steps": 20}, budget={"max_trials": 2})
     home = Home(tmp_path / "home")
@@ -215,7 +215,7 @@ def press(window, action):
 
 
 @pytest.mark.exhaustive
-def test_what_was_only_simulated_says_so_on_every_page(browser, tmp_path):
+def test_simulated_sweeps_are_marked_on_every_page(browser, tmp_path):
     home = virtual_sweeps.home(tmp_path)
     virtual_sweeps.submit(tmp_path, virtual_sweeps.SWEEP)
     with serve(home) as server, Window(browser, server) as window:

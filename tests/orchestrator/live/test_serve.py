@@ -55,7 +55,7 @@ def test_without_a_store_the_page_comes_first_and_alone(home):
 
 
 @pytest.mark.exhaustive
-def test_mlflow_is_served_beside_it_and_both_lead_to_each_other(home):
+def test_mlflow_is_served_too_and_both_link_to_each_other(home):
     new_store(home.path)
     with home.open("proven", read_only=False) as ledger:
         Recorded(experiment_id="1", run_id="f" * 32).put(ledger)
@@ -66,7 +66,7 @@ def test_mlflow_is_served_beside_it_and_both_lead_to_each_other(home):
             assert "MLflow" in answer.read().decode()
 
 
-def test_ports_that_were_asked_for_are_not_changed(home):
+def test_requested_ports_are_not_changed(home):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -78,7 +78,7 @@ def test_links_lead_to_the_server_that_shows_the_store(home):
     with home.open("busy", read_only=False) as ledger:
         Recorded(experiment_id="1", run_id="f" * 32).put(ledger)
     archive = Archive(home)
-    assert archive.links(home.read("busy")) == {}  # nobody serves that file
+    assert archive.links(home.read("busy")) == {}  # that file is not served
     archive.base, archive.store = "http://127.0.0.1:5000", home.default_tracking_uri
     assert all(url.startswith("http://127.0.0.1:5000/") for url in archive.links(home.read("busy")).values())
     assert archive.links(home.read("proven")) == {}  # nothing was recorded

@@ -1,4 +1,4 @@
-"""Who is let in, what they get, and that nobody holds up anybody else."""
+"""Who has access, what they get, and that no client blocks another."""
 
 import contextlib
 import http.client
@@ -66,7 +66,7 @@ def patches(stream):
             yield fields["id"], json.loads(fields.pop("data"))
 
 
-def test_the_token_gives_a_cookie_that_lets_in_and_nothing_else_does(shared):
+def test_only_the_token_gives_a_cookie_that_grants_access(shared):
     status, headers, _ = ask(shared, f"/sweeps/busy?token={shared.access.token}")
     assert (status, headers["Location"]) == (303, "/sweeps/busy")
     assert "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
@@ -105,7 +105,7 @@ def test_tunnels_may_give_the_page_another_port(shared):
     assert ask(shared, "/", Cookie=cookie(shared), Host="localhost:9999", Origin="http://localhost:9999")[0] == 200
 
 
-def test_only_our_own_pages_may_ask_for_anything(server, home):
+def test_only_pages_of_this_server_may_send_requests(server, home):
     for wrong in (
         {CSRF_HEADER: "wrong"},
         {CSRF_HEADER: ""},
@@ -123,12 +123,12 @@ def test_only_our_own_pages_may_ask_for_anything(server, home):
     assert home.read("busy").requests == () and home.read("busy").phase == "interrupted"
 
 
-def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(server, home):
+def test_requests_are_left_to_the_controller_or_done_by_the_server_without_one(server, home):
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         status, _, body = act(server, "drain")
         assert (status, json.loads(body)) == (200, {"message": "busy: drain requested"})
-        said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
-        assert said == "busy: will be launched again: t003"
+        message = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["message"]
+        assert message == "busy: will be launched again: t003"
         assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
     assert json.loads(act(server, "cancel")[2]) == {"message": "busy: now cancelled"}
     assert home.read("busy").phase == "cancelled"
@@ -152,7 +152,7 @@ def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(s
         *("/api/sweeps/busy/trials/999", "/api/sweeps/nothing/events", "/api/sweeps/busy/trials/5/log?rank=7"),
     ],
 )
-def test_what_is_not_there_is_not_found(shared, path):
+def test_missing_resources_are_not_found(shared, path):
     assert ask(shared, path, Cookie=cookie(shared))[0] == 404
 
 
@@ -177,24 +177,24 @@ def test_logs_hold_no_secret_and_follow_no_link(server, home, monkeypatch, tmp_p
     assert "no access with ***" in first["trial/5"]["row"] and SECRET not in json.dumps(first)
 
 
-def test_a_stream_tells_what_is_new_and_goes_on_where_it_broke(server, home):
+def test_a_stream_sends_changes_and_resumes_where_it_broke(server, home):
     stream = patches(events(server, "busy"))
     version, first = next(stream)
     assert first["head"]["phase"] == "interrupted" and first["trial/5"]["status"] == "running"
     with home.open("busy", read_only=False) as ledger, ledger.hold():
         time.sleep(0.3)
         ledger.append(ended(5, Crashed(evidence=evidence("late"))))
-        told = {}
-        while "trial/5" not in told:
-            told |= next(stream)[1]
-        assert told["trial/5"]["status"] == "crashed" and "trial/1" not in told
-        assert told["head"]["phase"] == "running"
+        received = {}
+        while "trial/5" not in received:
+            received |= next(stream)[1]
+        assert received["trial/5"]["status"] == "crashed" and "trial/1" not in received
+        assert received["head"]["phase"] == "running"
         again = next(patches(events(server, "busy", version)))[1]
         assert "trial/5" in again and "trial/1" not in again
         assert "trial/1" in next(patches(events(server, "busy", "other-5")))[1]
 
 
-def test_a_sweep_in_the_place_of_another_is_read_anew(server, home, tmp_path):
+def test_a_replaced_sweep_is_read_again(server, home, tmp_path):
     stream = patches(events(server, "busy"))
     assert "trial/7" in next(stream)[1]
     other = Ledger(tmp_path / "other")
@@ -206,13 +206,13 @@ def test_a_sweep_in_the_place_of_another_is_read_anew(server, home, tmp_path):
         path.unlink()
     for path in (tmp_path / "other").glob("ledger.sqlite*"):
         path.rename(folder / path.name)
-    told = {}
-    while "trial/7" not in told:
-        told |= next(stream)[1]
-    assert told["trial/7"] is None
+    received = {}
+    while "trial/7" not in received:
+        received |= next(stream)[1]
+    assert received["trial/7"] is None
 
 
-def test_a_client_that_reads_nothing_holds_up_nobody(server, home):
+def test_a_client_that_reads_nothing_blocks_no_other(server, home):
     next(patches(events(server, "busy")))
     own = cookie(server)
     stuck = socket.create_connection((HOST, server.access.port))
@@ -233,7 +233,7 @@ def half_open(server, sent=b"G"):
     return connection
 
 
-def test_hundreds_of_half_open_connections_leave_it_answering(shared):
+def test_the_server_answers_despite_hundreds_of_half_open_connections(shared):
     own = cookie(shared)
     held = []
     for _ in range(256):
@@ -269,7 +269,7 @@ def test_a_request_has_a_total_deadline(shared, monkeypatch, beginning):
 
 
 @pytest.mark.parametrize("length", ["\xb2", "-1", "+1", "1_0", "", "9" * 5000, "2, 3"])
-def test_lengths_that_are_no_digits_are_refused(shared, length, caplog):
+def test_non_numeric_lengths_are_refused(shared, length, caplog):
     with half_open(shared, f"POST /api HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode("latin-1")) as connection:
         assert connection.recv(12) == b"HTTP/1.1 400"
     assert caplog.text == ""
@@ -300,21 +300,21 @@ def test_a_feed_sends_the_latest_of_each_part_once():
     assert json.loads(feed.since(first.version).body) == {"a": 3, "b": None}
 
 
-def test_a_home_that_goes_away_is_said_and_waited_for(server, home):
+def test_a_missing_home_is_reported_and_waited_for(server, home):
     stream = patches(events(server, "busy"))
     next(stream)
     folder = home.sweep_folder("busy")
     away = folder.rename(folder.with_name("away"))
-    told = {}
-    while not told.get("trouble"):
-        told |= next(stream)[1]
-    assert "retrying" in told["trouble"]
+    received = {}
+    while not received.get("trouble"):
+        received |= next(stream)[1]
+    assert "retrying" in received["trouble"]
     away.rename(folder)
-    while told["trouble"]:
-        told |= next(stream)[1]
+    while received["trouble"]:
+        received |= next(stream)[1]
 
 
-def test_a_taken_port_is_refused_only_where_it_was_asked_for(server, home):
+def test_a_port_in_use_is_refused_only_if_requested(server, home):
     with serve(home) as other:
         assert other.access.port != server.access.port
     with pytest.raises(ConfigError, match="--port"):

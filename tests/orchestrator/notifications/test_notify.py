@@ -111,10 +111,10 @@ def sync_until(notifier: Notifier, ledger: Ledger, is_done: Callable[[], bool]) 
         time.sleep(0.02)
 
 
-# ---- what is told ----
+# ---- what is reported ----
 
 
-def told(*events: Event, after_failures: int = 3) -> list[str | None]:
+def reported(*events: Event, after_failures: int = 3) -> list[str | None]:
     """What each event calls for."""
     found = []
     for i, event in enumerate(events):
@@ -123,42 +123,43 @@ def told(*events: Event, after_failures: int = 3) -> list[str | None]:
     return found
 
 
-def test_a_sweep_that_the_controller_ends_for_its_budget_is_told_as_budget() -> None:
+def test_a_sweep_ended_by_its_budget_is_reported_as_budget() -> None:
     events = [created(budget=Budget(max_trials=1)), *trial(0, measured())]
     (finish,) = decide(fold(events))
     assert isinstance(finish, Finish)
     end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason, cause=finish.cause)
-    assert told(*events, end)[-1] == "budget"
-    assert told(*events, FINISHED)[-1] == "finished"
+    assert reported(*events, end)[-1] == "budget"
+    assert reported(*events, FINISHED)[-1] == "finished"
     for status in ("failed", "cancelled"):
         assert (
-            told(*events, SweepFinished(at_s=9.0, status=status, reason="x", cause=FinishCause.EXHAUSTED))[-1] == status
+            reported(*events, SweepFinished(at_s=9.0, status=status, reason="x", cause=FinishCause.EXHAUSTED))[-1]
+            == status
         )  # type: ignore[arg-type]
-    assert told(*events, SweepPaused(at_s=9.0, reason="x"))[-1] == "paused"
+    assert reported(*events, SweepPaused(at_s=9.0, reason="x"))[-1] == "paused"
 
 
-def test_faults_in_a_row_are_told_once_and_kills_on_purpose_do_not_count() -> None:
+def test_consecutive_faults_are_reported_once_without_deliberate_kills() -> None:
     killed = GangLost(evidence=evidence(), cause="controller")
     outcomes = [FAULT, killed, FAULT, measured(), FAULT, FAULT, killed, FAULT, FAULT, FAULT]
     events = [created(), *(event for number, outcome in enumerate(outcomes) for event in trial(number, outcome))]
-    numbers = [(i - 1) // 3 for i, what in enumerate(told(*events)) if what == "repeated_failure"]
+    numbers = [(i - 1) // 3 for i, what in enumerate(reported(*events)) if what == "repeated_failure"]
     assert numbers == [7]
 
 
-def test_a_node_that_goes_out_of_service_is_told_once() -> None:
+def test_a_node_out_of_service_is_reported_once() -> None:
     events: list[Event] = [created(budget=Budget(strikes_per_node=2))]
     for attempt in range(3):
         place = (Device(node="host", index=0),)
         where = AttemptLaunched(at_s=2.0, trial=0, attempt=attempt, token=f"t{attempt}", ranks=place, num_devices=1)
         lost = ended(0, GangLost(evidence=evidence()), token=f"t{attempt}")
         events += [*([proposed(0)] if attempt == 0 else []), where, lost]
-    assert [i for i, what in enumerate(told(*events, after_failures=99)) if what] == [5]
+    assert [i for i, what in enumerate(reported(*events, after_failures=99)) if what] == [5]
 
 
 # ---- how it is delivered ----
 
 
-def test_a_webhook_that_is_down_fails_and_redirects_gets_everything_in_order_once_it_is_up(
+def test_an_unreliable_webhook_gets_everything_in_order_once_it_is_up(
     webhook: Receiver, ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = iter([500, 302, 200, 404])
@@ -184,26 +185,26 @@ def test_a_webhook_that_is_down_fails_and_redirects_gets_everything_in_order_onc
     assert "responded with 500" in caplog.text
 
 
-def test_a_slow_webhook_holds_up_neither_the_sweep_nor_the_command_and_gets_its_turn_later(
+def test_a_slow_webhook_blocks_neither_sweep_nor_command_and_is_served_later(
     webhook: Receiver, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_answer = threading.Event()
     webhook.answer = lambda: 200 if may_answer.wait(60) else 500
-    told_file = tmp_path / "told"
+    output_file = tmp_path / "told"
     script = "import os, sys; open(sys.argv[1], 'w').write(os.environ['TUNE_CLUSTER_EVENT'] + ' ' + sys.stdin.read())"
-    command = [sys.executable, "-c", script, str(told_file)]
+    command = [sys.executable, "-c", script, str(output_file)]
     section = NotifySection(webhook_env="TEST_WEBHOOK", command=command, after_failures=1)
     notifier = Notifier(section)
     write(ledger, created(), *trial(0, FAULT))
-    sync_until(notifier, ledger, lambda: told_file.exists() and told_file.read_text() != "")
+    sync_until(notifier, ledger, lambda: output_file.exists() and output_file.read_text() != "")
     assert webhook.got == []
-    event, _, body = told_file.read_text().partition(" ")
+    event, _, body = output_file.read_text().partition(" ")
     assert event == "repeated_failure"
     assert json.loads(body)["sweep"] == "story"
 
     monkeypatch.setattr(notify, "FLUSH_S", 0.5)
     write(ledger, *trial(1, measured()), FINISHED)
-    notifier.sync(ledger, fold(ledger.events()))  # returns, though nobody answers
+    notifier.sync(ledger, fold(ledger.events()))  # returns without an answer
     assert webhook.got == []
 
     may_answer.set()  # the next controller, or `submit` again, delivers what is left, the first ones first
@@ -228,7 +229,7 @@ def test_a_failing_command_is_reported_once_without_secrets(
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
 
 
-def test_a_command_that_hangs_is_killed_at_its_deadline_with_what_it_has_started(
+def test_a_hanging_command_is_killed_at_its_deadline_with_its_children(
     ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifications, "TIMEOUT_S", 1.0)
@@ -274,10 +275,10 @@ def test_a_delivery_that_hangs_is_abandoned_and_does_not_touch_the_cursor_of_the
     assert len(caplog.records) == 1
 
 
-def test_what_a_killed_controller_has_not_delivered_the_next_one_does(
+def test_undelivered_events_of_a_killed_controller_are_delivered_by_the_next(
     webhook: Receiver, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies while the receiver is told of the first of two events."""
+    """It dies while the first of two events is delivered."""
     script = (
         "import sys, time; from pathlib import Path; from orchestrator.config.settings import NotifySection; "
         "from orchestrator.notifications import Notifier; from orchestrator.sweep.ledger import Ledger; "
@@ -305,7 +306,7 @@ def test_what_a_killed_controller_has_not_delivered_the_next_one_does(
     assert webhook.events[-2:] == ["repeated_failure", "finished"]
 
 
-def test_nothing_is_started_for_trials_that_go_well(webhook: Receiver, ledger: Ledger) -> None:
+def test_nothing_is_started_for_successful_trials(webhook: Receiver, ledger: Ledger) -> None:
     notifier = Notifier(NotifySection(webhook_env="TEST_WEBHOOK"))
     write(ledger, created(), *trial(0, measured()), *trial(1, failures()["oom"]))
     assert notifier.sync(ledger, fold(ledger.events())) == 0
@@ -345,13 +346,13 @@ def test_section_refuses(data: dict[str, Any], word: str) -> None:
     assert "T0/abc" not in "".join(error["msg"] for error in caught.value.errors())
 
 
-def test_everything_is_told_unless_the_file_says_otherwise() -> None:
+def test_all_events_are_reported_unless_configured_otherwise() -> None:
     assert tuple(NotifySection(command=["cat"]).on) == EVENTS
     with pytest.raises(ValidationError, match="no receiver"):
         NotifySection()
 
 
-def test_check_names_what_is_missing_without_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_missing_settings_without_showing_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="TEST_WEBHOOK is not set"):
         check_notify(NotifySection(webhook_env="TEST_WEBHOOK"))
     monkeypatch.setenv("TEST_WEBHOOK", f"{SECRET}/no-url")

@@ -59,39 +59,39 @@ def policies(*more):
     return nested_policies([Recompute(), Recompute(full=((40,),)), *more])
 
 
-def said_of(candidate, workload=WORKLOAD, where=None):
+def estimate_of(candidate, workload=WORKLOAD, where=None):
     return cost_model().estimate(inputs_of([(workload, candidate)], where or cluster()))
 
 
 @settings(max_examples=25, deadline=None)
 @given(frames(), st.sampled_from([0.6, 0.8, 1.0]))
-def test_what_the_balancer_expects_is_what_the_cost_model_says_of_its_answer(frame, share):
+def test_the_balancer_expects_what_the_cost_model_predicts(frame, share):
     try:
         problem = problem_of(WORKLOAD, frame, cluster(), cost_model(), policies(), memory_share=share)
         found = balance(problem, time_limit_s=600)  # of a busy machine
     except DoesNotFitError:
         return
-    said = said_of(with_balance(frame, found, WORKLOAD))
+    predicted = estimate_of(with_balance(frame, found, WORKLOAD))
     assert max(found.peak_bytes) <= MEMORY_BYTES * share * (1 + 1e-9)
     # With several chunks the balancer also counts them one by one, where the cost model averages over a rank.
     if frame.layout.num_virtual_stages == 1:
-        assert max(found.peak_bytes) == pytest.approx(said.peak_bytes[0], rel=0.1)
+        assert max(found.peak_bytes) == pytest.approx(predicted.peak_bytes[0], rel=0.1)
     terms = ("forward", "backward", "recompute", "launch", "tensor_parallel", "sharding", "bubble")
-    pipeline_s = float(np.sum([said.step_terms_s[name][0] for name in terms]))
+    pipeline_s = float(np.sum([predicted.step_terms_s[name][0] for name in terms]))
     assert found.step_s == pytest.approx(pipeline_s, rel=0.06)
     assert sum(found.step_terms_s.values()) == pytest.approx(found.step_s)
 
 
 @settings(max_examples=25, deadline=None)
 @given(frames(), st.sampled_from([512, 4096]), st.sampled_from([32e9, 45e9, 58e9]), st.sampled_from([0.8, 1.0]))
-def test_what_the_balancer_calls_fitting_fits_by_the_cost_model(frame, seq_length, memory_bytes, share):
+def test_answers_of_the_balancer_fit_by_the_cost_model(frame, seq_length, memory_bytes, share):
     """Short sequences: the optimiser step is the worst moment. Gathering again: the model averages over all layers."""
     workload, where = dataclasses.replace(WORKLOAD, seq_length=seq_length), cluster(memory_bytes)
     again = Recompute(communication=((40,),)) if frame.layout.sequence_parallel else Recompute()
     selective = Recompute(selective=(SelectiveRecompute(pattern=SILU_MUL, num_layers=((40,),)),))
     found = balanced(workload, frame, where, policies(selective, again), share)
     if found is not None:
-        assert said_of(found[0], workload, where).peak_bytes[0] <= memory_bytes * share
+        assert estimate_of(found[0], workload, where).peak_bytes[0] <= memory_bytes * share
         assert sum(map(sum, found[1].stage_layers)) == 40
 
 
@@ -101,14 +101,14 @@ def test_the_optimiser_step_limits_the_layers_of_a_stage():
     workload = dataclasses.replace(WORKLOAD, model=model, seq_length=8)
     layout = Layout(pp=4, dp_shard=4, zero_stage=1, stage_layers=((10, 10, 10, 10),))
     frame = Candidate(layout=layout, precision=Precision(level="O2", dtype="bfloat16"))
-    even_bytes = said_of(frame, workload).peak_bytes[0]
-    assert said_of(frame, workload).peak_terms_bytes["workspace"][0] > 0, "the step is the worst moment"
+    even_bytes = estimate_of(frame, workload).peak_bytes[0]
+    assert estimate_of(frame, workload).peak_terms_bytes["workspace"][0] > 0, "the step is the worst moment"
     limit_bytes = even_bytes * 0.95
     where = cluster(limit_bytes)
     problem = problem_of(workload, frame, where, cost_model(), policies())
     found = balance(problem)
     assert found.stage_layers == ((9, 11, 11, 9),) and max(found.peak_bytes) <= limit_bytes
-    assert said_of(with_balance(frame, found, workload), workload, where).peak_bytes[0] <= limit_bytes
+    assert estimate_of(with_balance(frame, found, workload), workload, where).peak_bytes[0] <= limit_bytes
     with pytest.raises(DoesNotFitError):
         balance(dataclasses.replace(problem, memory_limit_bytes=even_bytes * 0.8))
 
@@ -170,7 +170,7 @@ def plan(folder, *options, **changes):
     return json.loads(done.stdout) if "--json" in options else done.stdout
 
 
-def test_a_plan_has_balanced_candidates_and_says_how_they_came_about(tmp_path):
+def test_a_plan_has_balanced_candidates_and_explains_them(tmp_path):
     found = plan(tmp_path, "--json")
     balanced = [candidate for candidate in found["candidates"] if "balance" in candidate]
     assert len(balanced) == found["num_balanced"] >= 2
@@ -185,7 +185,7 @@ def test_a_plan_has_balanced_candidates_and_says_how_they_came_about(tmp_path):
     assert f"{len(balanced)} of them balanced by the cost model" in plan(tmp_path)
 
 
-def test_what_cannot_be_balanced_is_said(tmp_path):
+def test_unbalanceable_workloads_are_reported(tmp_path):
     linear = {"workload": {"model": {"kind": "linear", "size": 64, "num_layers": 2}, "global_batch_size": 8}}
     cpu = {"cluster": {"kind": "local", "device": "cpu"}, "baseline": {}, "space": {"balance": True, "world_size": 1}}
     assert "not balanced: the cost model balances decoders" in plan(tmp_path, **linear, **cpu)

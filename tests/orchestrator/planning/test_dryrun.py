@@ -68,7 +68,7 @@ def test_every_communicator_takes_device_memory() -> None:
     assert [estimates.needed_bytes(one) - least for one in (replicas, both)] == [2 * 7, 3 * 7]
 
 
-def test_what_is_offloaded_counts_against_the_nodes_memory() -> None:
+def test_offloaded_memory_counts_against_host_memory() -> None:
     estimate = DryRunEstimate(stages=(dataclasses.replace(_stage(500), host_bytes=300),))
     two, four = (Candidate(layout=Layout(dp_replicate=number)) for number in (2, 4))
     judged: dict[str, Any] = {"by_candidate": {two: estimate, four: estimate}, "limit_bytes": 600}
@@ -93,7 +93,7 @@ def test_cache_keeps_estimates_and_survives_broken_files(tmp_path: Path) -> None
     assert cache.get("key") is None
 
 
-def test_cache_key_follows_what_the_estimate_follows_from() -> None:
+def test_the_cache_key_depends_on_the_inputs_of_the_estimate() -> None:
     spec = load_sweep(QUICKSTART)
     workload, candidate = spec.to_workload(), spec.baseline_candidate
     other = TrialChoices(spec, Home(Path("nowhere"))).find("{micro_batch_size: 2}")
@@ -134,7 +134,7 @@ def test_trials_by_name_number_and_knobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trial", ["9" * 5000, "{" * 3000])
-def test_long_trials_that_cannot_be_meant_have_a_short_message(tmp_path: Path, trial: str) -> None:
+def test_long_invalid_trial_names_have_a_short_message(tmp_path: Path, trial: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrialChoices(load_sweep(QUICKSTART), Home(tmp_path)).find(trial)
     assert len(str(caught.value)) < 600
@@ -145,7 +145,7 @@ def _plant(home: Path, candidate: Candidate, peak_bytes: int) -> None:
     DryRunCache(home / "dryrun").put(key, candidate, DryRunEstimate(stages=(_stage(peak_bytes),)))
 
 
-def test_planning_shows_estimates_and_rejects_what_would_not_fit(tmp_path: Path) -> None:
+def test_planning_shows_estimates_and_rejects_candidates_that_exceed_memory(tmp_path: Path) -> None:
     """The limit is the 2 GiB of the file; the baseline stays whatever is predicted of it."""
     home = Home(tmp_path)
     before = plan_file(QUICKSTART, home).plan

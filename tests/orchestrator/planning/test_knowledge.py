@@ -50,7 +50,7 @@ def cut(source, target, after):
                 return
 
 
-def test_neither_a_probe_nor_dry_runs_change_the_proposals_of_a_sweep_that_goes_on(tmp_path):
+def test_probes_and_dry_runs_do_not_change_the_proposals_of_a_resumed_sweep(tmp_path):
     whole = submit(tmp_path, CONTENT).state
     other = tmp_path / "other"
     other.mkdir()
@@ -65,11 +65,11 @@ def test_neither_a_probe_nor_dry_runs_change_the_proposals_of_a_sweep_that_goes_
     resumed = submit(other, CONTENT).state
     assert proposals(resumed) == proposals(whole)
     fresh = submit(other, changed(CONTENT, ("name",), "fresh")).state
-    assert later not in [trial.candidate for trial in fresh.trials], "a dry run says that it does not fit"
+    assert later not in [trial.candidate for trial in fresh.trials], "a dry run shows that it does not fit"
     assert proposals(fresh)[1][1] != proposals(whole)[1][1], "a probe changes what is expected"
 
 
-def test_what_is_known_is_a_value_that_survives_the_ledger(tmp_path):
+def test_prior_knowledge_survives_the_ledger(tmp_path):
     file = write(tmp_path, CONTENT)
     home = ["--home", str(tmp_path / "home")]
     found = CliRunner().invoke(main, ["probe", str(file), *home, "--json"], catch_exceptions=False)

@@ -137,7 +137,7 @@ def test_of_a_lease_that_may_shrink_the_part_that_is_always_held_counts(tmp_path
     assert world_sizes(planned(tmp_path, SIZES, 4, 4, num_nodes=2, min_nodes=1)) == {4}
 
 
-def test_where_only_the_cluster_knows_its_devices_nothing_is_left_out_yet(tmp_path):
+def test_with_unknown_devices_no_candidate_is_omitted_yet(tmp_path):
     plan = planned(tmp_path, SIZES)
     assert (world_sizes(plan), plan.devices) == ({1, 2, 4, 8}, "")
 

@@ -1,4 +1,4 @@
-"""What ``plan`` says of candidates before anything is measured."""
+"""Predictions of ``plan`` before anything is measured."""
 
 import json
 
@@ -81,7 +81,7 @@ def test_a_compiled_trial_starts_twice(tmp_path):
     assert hours["block"] == pytest.approx(2 * hours["off"])
 
 
-def test_why_names_every_rule_an_illegal_candidate_breaks(tmp_path):
+def test_why_names_every_rule_that_an_illegal_candidate_breaks(tmp_path):
     options = ("--cluster", "h100-1000x8", "--json")
     why = plan(tmp_path, SWEEP, *options, "--why", "{tp: 16, dp_shard: 1, micro_batch_size: 3}")["explanation"]
     spec = load_sweep(write(tmp_path, SWEEP))
@@ -119,7 +119,7 @@ def test_text_output_explains_too(tmp_path):
     assert "not legal, rule tp-num-heads" in plan(tmp_path, SWEEP, "--cluster", "h100-1000x8", "--why", "{tp: 3}")
 
 
-def test_what_cannot_be_predicted_is_said(tmp_path):
+def test_unpredictable_workloads_are_reported(tmp_path):
     found = plan(tmp_path, {**SMALL, "cluster": {"kind": "ray", "address": "127.0.0.1:1"}}, "--json")
     assert found["forecast"] is None
     assert "hardware is unknown" in found["unpredicted"]

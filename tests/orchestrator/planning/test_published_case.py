@@ -30,7 +30,7 @@ def best_that_fits(model):
 
 
 @pytest.mark.exhaustive
-def test_the_experts_steps_come_in_the_published_order_and_size(models):
+def test_the_steps_of_the_published_case_have_its_order_and_size(models):
     model = models[SMALL.name]
     steps = predicted_steps(model, SMALL.steps)
     speeds = [step["predicted"] for step in steps]

@@ -30,7 +30,7 @@ def ranked(plan):
 
 
 @pytest.mark.parametrize("limit", [600, 4000])
-def test_the_best_that_is_drawn_is_as_good_as_the_best_of_all(monkeypatch, limit):
+def test_the_best_sampled_candidate_is_as_good_as_the_best_of_all(monkeypatch, limit):
     best = promise(ranked(whole())).min()
     assert whole().beyond is None and len(whole().candidates) > 20_000
     monkeypatch.setattr(planning, "MAX_ENUMERATED", limit)

@@ -1,4 +1,4 @@
-"""What is kept of a program with a candidate laid over it: it starts what the candidate says, wherever it is put."""
+"""What is kept of a program with a candidate laid over it: it starts the candidate, wherever it is put."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from orchestrator.program.candidate_command import CHANGES, START, artifact, fil
 from tests.orchestrator.config.test_script import changed, write
 from trials.spec import Protocol
 
-TELL = """
+PROGRAM_THAT_PRINTS = """
 import json, os, sys
 if "RANK" not in os.environ or os.environ["RANK"] == "0":
     world = os.environ.get("WORLD_SIZE")
@@ -22,7 +22,7 @@ if "RANK" not in os.environ or os.environ["RANK"] == "0":
 
 
 def promoted(folder, launcher):
-    (folder / "tell.py").write_text(TELL)
+    (folder / "tell.py").write_text(PROGRAM_THAT_PRINTS)
     run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x",
            "--steps={steps}", "it's $HOME", "--save", "steps"]  # fmt: skip
     own = {"config:zero.stage": [1, 2], "$MODE": ["a b", "c"]}
@@ -46,18 +46,18 @@ def test_the_script_starts_the_command_with_copies_from_any_folder(tmp_path):
     spec, made = promoted(tmp_path, "own")
     done = started(tmp_path / "some where", made, STEPS="100", OUT="runs")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    started_with = json.loads(done.stdout)
     size = str(spec.baseline_candidate.micro_batch_size)
-    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
-    assert json.loads(told["config"]) == {"zero": {"stage": 2}}
-    assert told["mode"] == "a b"
+    assert started_with["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
+    assert json.loads(started_with["config"]) == {"zero": {"stage": 2}}
+    assert started_with["mode"] == "a b"
     alike = {"a": "/x/config.json", "b": "/y/config.json", "c": "/y/train.sh"}
     script = dataclasses.replace(spec.script, run=dataclasses.replace(spec.script.run, paths=alike))
     assert file_names(script, alike) == {"a": "config.json", "b": "b-config.json", "c": "c-train.sh"}
     assert json.loads((tmp_path / "config.json").read_text()) == {"zero": {"stage": 1}}
 
 
-def test_what_only_its_starter_knows_is_asked_for(tmp_path):
+def test_values_known_only_at_launch_are_requested(tmp_path):
     _, made = promoted(tmp_path, "own")
     done = started(tmp_path / "there", made)
     assert done.returncode != 0
@@ -71,7 +71,7 @@ def test_ranks_are_started_by_torchrun(tmp_path):
     assert json.loads(done.stdout)["world"] == "2"
 
 
-def test_changes_show_what_differs_and_nothing_else(tmp_path):
+def test_changes_show_only_differences(tmp_path):
     spec, made = promoted(tmp_path, "own")
     assert made.files[CHANGES] == made.changes
     assert "+MODE=a b" in made.changes
@@ -85,7 +85,7 @@ def test_changes_show_what_differs_and_nothing_else(tmp_path):
     assert "stage" not in same.changes
 
 
-def test_what_starts_the_ranks_is_no_change(tmp_path):
+def test_launch_options_are_no_change(tmp_path):
     (tmp_path / "train.py").write_text("")
     run = ["torchrun", "--nproc-per-node", "2", "train.py", "--per_device_train_batch_size", "2", "--use_cpu",
            "--gradient_accumulation_steps", "4", "--output_dir", "out"]  # fmt: skip
@@ -103,7 +103,7 @@ def test_what_starts_the_ranks_is_no_change(tmp_path):
     ]
 
 
-def test_what_only_trials_need_is_not_exported(tmp_path):
+def test_arguments_only_for_trials_are_not_exported(tmp_path):
     (tmp_path / "train.py").write_text("")
     run = ["python", "train.py", "-b", "{micro_batch_size}", "-o", "mine", "config.json", "--workers", "{num_workers}"]
     trial = ["-o", "{out}", "--log-interval", "1", "trainer.log=1"]

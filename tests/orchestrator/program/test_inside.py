@@ -71,7 +71,7 @@ def knobs_of(spec, candidate):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_knob_is_given_to_the_program_where_it_differs_from_today_and_nowhere_else(tmp_path, name):
+def test_only_knobs_that_differ_from_the_baseline_are_passed_to_the_program(tmp_path, name):
     loader = {"num_workers": [0, 2]} if name in ("prefetch_factor", "persistent_workers") else {}
     spec = sweep(tmp_path, {name: ALL[name], **loader})
     found = {one: knobs_of(spec, one) for one in candidates(spec)}
@@ -79,7 +79,7 @@ def test_a_knob_is_given_to_the_program_where_it_differs_from_today_and_nowhere_
     assert all(found.values()) and len({json.dumps(knobs) for knobs in found.values()}) == len(found)
 
 
-def test_today_is_what_the_baseline_says(tmp_path):
+def test_the_baseline_defines_current_values(tmp_path):
     spec = sweep(tmp_path, {"num_workers": [4, 0, 2], "prefetch_factor": 2}, baseline={"num_workers": 4})
     found = {one.loader.num_workers: knobs_of(spec, one) for one in candidates(spec)}
     assert found == {4: {}, 0: {"num_workers": 0}, 2: {"num_workers": 2}}
@@ -96,7 +96,7 @@ def test_a_smaller_micro_batch_accumulates_so_that_the_global_batch_stays(tmp_pa
     assert found == {(1, 1): (1, 8), (1, 2): (2, 4), (1, 4): (4, 2), (2, 1): (1, 4), (2, 2): (), (2, 4): (4, 1)}
 
 
-def test_a_candidate_is_written_down_so_that_a_sweep_has_it_alone(tmp_path):
+def test_a_candidate_is_written_as_the_only_one_of_a_sweep(tmp_path):
     spec = sweep(tmp_path, {name: ALL[name] for name in ALL if name not in ("pin_memory", "attention", "compile")})
     content = spec.to_json()
     everything = candidates(spec)
@@ -105,7 +105,7 @@ def test_a_candidate_is_written_down_so_that_a_sweep_has_it_alone(tmp_path):
         assert candidates(alone) == [candidate]
 
 
-def test_every_knob_has_lines_to_write_into_the_program():
+def test_every_knob_has_code_lines_for_the_program():
     section = InsideSection.model_fields
     assert set(section) == set(ALL)  # micro_batch_size: by training_arguments
     values = {name: values[-1] for name, values in ALL.items() if isinstance(values, list)}
@@ -116,7 +116,7 @@ def test_every_knob_has_lines_to_write_into_the_program():
     assert source_lines({}) == ""
 
 
-def test_what_is_promoted_starts_the_program_with_the_hook_beside_it_or_lists_the_lines(tmp_path):
+def test_promotion_starts_the_program_with_the_hook_or_lists_the_lines(tmp_path):
     spec = sweep(tmp_path, {"num_workers": [0, 2]})
     candidate = spec.candidate_of({"num_workers": 2}, {})
     made = artifact(spec.script, candidate, "t001")

@@ -18,7 +18,7 @@ def candidate(spec, **own):
     return dataclasses.replace(spec.candidate_of({}, own))
 
 
-def test_everything_is_laid_over_in_copies(tmp_path):
+def test_overlays_are_written_to_copies(tmp_path):
     run = ["python", "train.py", "config.json", "--bs", "{micro_batch_size}", "--accum={accumulation}",
            "--all={total_accumulation}", "--steps", "{steps}", "--seed={seed}", "--out={out}", "--text={{plain}}",
            "--opt", "sgd", "{mode}"]  # fmt: skip
@@ -45,7 +45,7 @@ def test_everything_is_laid_over_in_copies(tmp_path):
     assert "--fused" not in less.argv and "config.json" in less.argv
 
 
-def test_the_baseline_is_the_command_as_it_stands(tmp_path):
+def test_the_baseline_is_the_unchanged_command(tmp_path):
     run = ["python", "train.py", "--bs", "8", "--fused"]
     data = changed({"workload.run": run, "baseline": "from_run", "space": {"own": {"--fused": [True, False]}}})
     spec = load_sweep(write(tmp_path, data))
@@ -55,7 +55,7 @@ def test_the_baseline_is_the_command_as_it_stands(tmp_path):
     assert len(make_plan(spec).candidates) == 2  # one of them is the baseline
 
 
-def test_data_parallelism_takes_up_what_is_left(tmp_path):
+def test_data_parallelism_takes_the_remaining_devices(tmp_path):
     run = ["python", "train.py", "--tp", "{tp}", "--pp", "{pp}", "--zero", "{zero_stage}"]
     data = changed({
         "workload.run": run, "workload.num_layers": 4, "cluster.devices_per_node": 8,
@@ -70,7 +70,7 @@ def test_data_parallelism_takes_up_what_is_left(tmp_path):
     assert plan.baseline.layout.dp_replicate == 8
 
 
-def test_own_rules_of_our_runner_do_not_bind_others(tmp_path):
+def test_rules_of_the_built_in_runner_do_not_apply_to_programs(tmp_path):
     """DDP with tensor parallelism by DTensors is nothing that our runner does; others have their own way."""
     run = ["python", "train.py", "--tp", "{tp}", "--compile", "{compile}", "--recompute", "{recompute}"]
     data = changed({

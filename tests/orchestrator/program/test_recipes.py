@@ -112,7 +112,7 @@ def sweep(folder, name):
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_what_is_planned_and_run(tmp_path, name):
+def test_planned_candidates_and_their_commands(tmp_path, name):
     spec = sweep(tmp_path, name)
     plan = make_plan(spec)
     _, _, baseline, words = SWEEPS[name]

@@ -51,11 +51,11 @@ def test_configuration_from_elsewhere_belongs_to_it(tmp_path):
     assert source_tree(folder, (file,)).changed(before.files) == (str(file),)
 
 
-def test_what_is_on_another_host_has_no_source_here(tmp_path):
+def test_programs_on_another_host_have_no_source(tmp_path):
     assert source_tree(tmp_path / "nowhere") is None
 
 
-def test_the_commit_says_whether_files_were_changed_since(tmp_path):
+def test_the_commit_is_marked_if_files_changed_since(tmp_path):
     folder = program(tmp_path / "a")
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
     assert source_tree(folder).commit == ""

@@ -1,4 +1,4 @@
-"""Sweeps whose winner was confirmed, gated, refused or not looked at, as their ledgers tell it."""
+"""Sweeps whose winner was confirmed, gated, refused or not looked at, as recorded in their ledgers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def sweep(
 
 
 def new_home(folder: Path) -> Home:
-    """A home with an empty store of its own."""
+    """A home with a separate empty store."""
     new_store(folder)
     return Home(folder)
 
@@ -135,7 +135,7 @@ def _template() -> Path:
 
 
 def proven_home(folder: Path) -> Home:
-    """A home of its own for each test, with the sweep ``story``: trial 1 was confirmed."""
+    """A separate home for each test, with the sweep ``story``: trial 1 was confirmed."""
     shutil.copytree(_template() / "sweeps", folder / "sweeps")
     copy_store(_template() / "mlflow.db", folder / "mlflow.db")
     return Home(folder)
@@ -149,7 +149,7 @@ def manifest(home: Home, trial: int) -> Manifest:
 
 
 def simulate(home: Home, name: str = "simulated") -> None:
-    """The same sweep on a simulated cluster, written while such sweeps were still said to be proven."""
+    """The same sweep on a simulated cluster, written while such sweeps were still recorded as proven."""
     outcomes = speeds(*FASTER)
     story = events(outcomes, finished=False, name=name)
     story[0] = replace(story[0], cluster_kind="simulated")  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""What somebody changes by hand in MLflow's pages or files is noticed, or does no harm; never a traceback."""
+"""Manual changes in MLflow's pages or files are noticed or harmless; never a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "llama"
 
 
 class Store:
-    """A home with versions 1, 2 (previous) and 3 (in production), and what somebody can do to its store by hand."""
+    """A home with versions 1, 2 (previous) and 3 (in production), and possible manual changes to its store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home = folder, proven_home(folder)
@@ -55,7 +55,7 @@ class Store:
         return self.folder / "mlartifacts" / "promotions" / run_id / "artifacts" / "recipe" / "recipe.json"
 
     def alter(self, version: str, *keys: str, value: Any = None, in_record: bool = False) -> None:
-        """Set what lies at ``keys`` in the recipe, or take it away, with all digests made right again by hand."""
+        """Set the value at ``keys`` in the recipe, or take it away, with all digests made right again by hand."""
         path = self.recipe(version)
         content = json.loads(path.read_text())
         part = content
@@ -75,7 +75,7 @@ class Store:
                 self.client.set_tag(self.client.get_model_version(NAME, version).run_id, f"tc.{key}", sha256)
 
     def foreign(self, alias: str) -> None:
-        """Somebody's own model becomes version 4 and gets the alias."""
+        """A foreign model becomes version 4 and gets the alias."""
         experiment = self.client.create_experiment("theirs", (self.folder / "theirs").as_uri())
         run_id = self.client.create_run(experiment).info.run_id
         self.client.log_text(run_id, "weights", "model/weights.txt")
@@ -90,7 +90,7 @@ class Store:
             database.commit()
 
 
-def said(call: Callable[[], Any]) -> str:
+def message_of(call: Callable[[], Any]) -> str:
     """What the call's message is; empty where it did its work. Nothing else may come of it."""
     try:
         call()
@@ -100,15 +100,15 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def outcome(store: Store) -> dict[str, str]:
-    """What each command says, the changing ones last: back, and forward again."""
+    """The output of each command, the changing ones last: back, and forward again."""
     home = store.home
     return {
-        "show": said(lambda: commands.show(NAME, home)),
-        "diff": said(lambda: commands.diff(f"{NAME}@previous", f"{NAME}@production", home)),
-        "export": said(lambda: describe(f"{NAME}@production", home, None)),
-        "history": said(lambda: commands.history(NAME, home)),
-        "rollback": said(lambda: store.releases().roll_back(NAME)),
-        "promote": said(lambda: store.releases().promote(NAME, manifest(home, 2))),
+        "show": message_of(lambda: commands.show(NAME, home)),
+        "diff": message_of(lambda: commands.diff(f"{NAME}@previous", f"{NAME}@production", home)),
+        "export": message_of(lambda: describe(f"{NAME}@production", home, None)),
+        "history": message_of(lambda: commands.history(NAME, home)),
+        "rollback": message_of(lambda: store.releases().roll_back(NAME)),
+        "promote": message_of(lambda: store.releases().promote(NAME, manifest(home, 2))),
     }
 
 
@@ -185,7 +185,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
     "action of a record": (lambda at: at.tag_record("tc.action", "bless"), {}),
     "number of a record": (lambda at: at.tag_record("tc.number", "x"), {}),
     "time of a record": (lambda at: at.tag_record("tc.at_s", "1e400"), {}),
-    "what a record says was missing": (lambda at: at.tag_record("tc.missing", "7"), {}),
+    "the missing evidence of a record": (lambda at: at.tag_record("tc.missing", "7"), {}),
     "action and file of a record": (
         lambda at: [at.tag_record("tc.action", "bless"), (at.recipe("3").parents[1] / "record.json").unlink()],
         dict.fromkeys(("history", "rollback", "promote"), "a record of llama was altered"),
@@ -195,7 +195,7 @@ ATTACKS: dict[str, tuple[Callable[[Store], Any], dict[str, str]]] = {
 
 @pytest.mark.representative("digests made right by hand", "version in production deleted")
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_was_changed_by_hand_is_noticed_or_does_no_harm(tmp_path: Path, attack: str) -> None:
+def test_manual_changes_are_noticed_or_harmless(tmp_path: Path, attack: str) -> None:
     store = Store(tmp_path)
     act, expected = ATTACKS[attack]
     act(store)
@@ -210,7 +210,7 @@ def test_what_was_changed_by_hand_is_noticed_or_does_no_harm(tmp_path: Path, att
 
 
 @pytest.mark.exhaustive
-def test_a_gap_in_the_records_is_told(tmp_path: Path) -> None:
+def test_a_gap_in_the_records_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert commands.history(NAME, store.home)["gaps"] == []
     store.purge(2)

@@ -64,7 +64,7 @@ def test_a_configuration_goes_to_production_and_back(tmp_path: Path):
     assert json.loads(ok("show", "llama@1", "--json", *home))["aliases"] == ["previous"]
 
 
-def test_what_cannot_be_done_is_said(tmp_path: Path):
+def test_impossible_commands_are_refused_with_a_reason(tmp_path: Path):
     home = ("--home", tmp_path)
     own = proven_home(tmp_path)
     Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
@@ -96,7 +96,7 @@ def test_differences_are_shown_by_part(tmp_path: Path):
     assert re.search(r"zero_stage\s+2\s+0", shown) and "no difference" in shown
 
 
-def test_a_change_that_was_not_ended_is_shown_as_such(tmp_path: Path):
+def test_an_unfinished_change_is_shown_as_such(tmp_path: Path):
     own = proven_home(tmp_path)
     releases = Releases(Tracker(own.default_tracking_uri))
     record = releases.promote("llama", manifest(own, 1)).record

@@ -1,4 +1,4 @@
-"""Aliases, records and artifact hashes agree, whoever else changes them and wherever a process dies."""
+"""Aliases, records and artifact hashes agree, whatever other process changes them and wherever one dies."""
 
 import json
 import multiprocessing
@@ -177,7 +177,7 @@ def contend(folder: Path, one: Manifest, two: Manifest, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_processes_that_change_it_at_the_same_time_are_one_after_another(tmp_path: Path):
+def test_concurrent_changes_are_serialised(tmp_path: Path):
     home = proven_home(tmp_path)
     manifests = manifest(home, 1), manifest(home, 2)
     codes = children(*((contend, (tmp_path, *manifests, number)) for number in range(3)))
@@ -206,7 +206,7 @@ def test_a_lock_keeps_others_out_until_it_is_released(registry: Registry):
     assert registry.entries("") == {}
 
 
-def test_a_lock_left_elsewhere_is_taken_over_and_its_owner_notices(registry: Registry):
+def test_an_abandoned_lock_is_taken_over_and_its_owner_notices(registry: Registry):
     asleep, waiting = RegistryLock(registry, NAME, "ann@a"), RegistryLock(registry, NAME, "bob@b", stale_s=0.3)
     with asleep.hold() as renew:
         renew()
@@ -274,7 +274,7 @@ def test_a_late_write_of_a_process_that_is_gone_is_undone_once(tmp_path: Path):
     assert [record.action for record in invariants(home)] == [*["promote"] * 3, "external"]
 
 
-def test_what_happened_past_this_program_is_written_down(tmp_path: Path):
+def test_external_changes_are_recorded(tmp_path: Path):
     home = proven_home(tmp_path)
     at = releases(home)
     for trial in (1, 2):

@@ -126,7 +126,7 @@ UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of
         (confirmed(tied_with=(2,)), "2", ("the confirmed winner is t001, but the two are tied",)),
     ],
 )
-def test_what_is_not_proven_is_refused(
+def test_unproven_trials_are_refused(
     tmp_path: Path, verdict: Verdict | None, trial: str | None, parts: tuple[str, ...]
 ):
     home = Home(tmp_path)
@@ -160,7 +160,7 @@ def test_force_is_recorded_everywhere(home: Home, client: MlflowClient):
         commands.history("llama", home)
 
 
-def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home, client: MlflowClient):
+def test_an_inaccessible_change_blocks_no_other(home: Home, client: MlflowClient):
     """Root may write everywhere, so that a file stands where the folder of the interrupted change would be."""
     releases = Releases(Tracker(home.default_tracking_uri))
     commands.promote("llama", home, sweep="story")
@@ -185,15 +185,15 @@ def test_a_change_whose_folder_belongs_to_somebody_else_blocks_nobody(home: Home
         ({"expect_current": "two"}, "'two' is not a version"),
     ],
 )
-def test_refusals_say_what_is_wrong(home: Home, client: MlflowClient, options: dict[str, str], part: str):
-    asked = {"name": "llama", "trial": None, "expect_current": None, **options}
+def test_refusals_name_the_reason(home: Home, client: MlflowClient, options: dict[str, str], part: str):
+    arguments = {"name": "llama", "trial": None, "expect_current": None, **options}
     with pytest.raises(ConfigError) as caught:
-        commands.promote(home=home, sweep="story", force=True, **asked)
+        commands.promote(home=home, sweep="story", force=True, **arguments)
     assert part in str(caught.value)
     assert client.search_registered_models() == []
 
 
-def test_rounds_that_were_measured_are_told_while_the_confirmation_runs(tmp_path: Path):
+def test_measured_rounds_are_reported_while_the_confirmation_runs(tmp_path: Path):
     home = new_home(tmp_path)
     story = proof(3, 1, confirmed(), FASTER)
     with Ledger(home.sweep_folder("story")) as ledger:
@@ -206,7 +206,7 @@ def test_rounds_that_were_measured_are_told_while_the_confirmation_runs(tmp_path
     assert describe("story:2", home, None).doubt == "it was not measured again, interleaved with the baseline"
 
 
-def test_a_sweep_at_work_is_left_alone(tmp_path: Path):
+def test_a_running_sweep_is_not_promoted(tmp_path: Path):
     home = new_home(tmp_path)
     sweep(home, finished=False)
     with pytest.raises(ConfigError, match="its proof is not finished"):

@@ -57,12 +57,12 @@ def judged(own: tuple[float, ...], baseline: tuple[float, ...], busy: str = "", 
         (((4.2, 4.5, 4.8), (1.0, 1.0, 1.0)), OK, "ruled out"),
     ],
 )
-def test_lead_and_own_speed_make_one_answer(now: Any, expected: tuple[bool, bool], part: str):
+def test_lead_and_absolute_speed_give_one_answer(now: Any, expected: tuple[bool, bool], part: str):
     found = judged(*now)
     assert (found.kind, found.is_drift, found.is_open) == ("speed", *expected) and part in found.text, found.text
 
 
-def test_what_cannot_be_told_says_what_is_ruled_out_and_what_it_takes():
+def test_an_open_result_names_the_excluded_loss_and_the_rounds_needed():
     now = Rounds(own=(2.9, 2.95, 3.0), baseline=(1.0, 1.0, 1.0))
     found = change(THEN, now, tolerance=0.05, max_rounds=12)
     assert found.loss == "open" and found.more_rounds is not None and found.excluded_loss is not None
@@ -154,7 +154,7 @@ def test_any_candidate_can_be_a_baseline_or_a_space_again():
 
 @pytest.mark.parametrize("which", ["baseline", "winner"])
 def test_a_promoted_configuration_is_measured_again(tmp_path: Path, which: str):
-    """On a simulated cluster, which does not change: beside its baseline, and alone where it is the baseline."""
+    """On a simulated cluster, which does not change: with its baseline, and alone where it is the baseline."""
     own = home(tmp_path)
     submit(tmp_path, {**SWEEP, "budget": {"max_trials": 3}})
     commands.promote("llama", own, sweep="first", trial=which, is_candidate=True)
@@ -176,7 +176,7 @@ def test_a_promoted_configuration_is_measured_again(tmp_path: Path, which: str):
     assert run.data.tags["tc.kind"] == "verification" and run.data.metrics["speed_over_promoted"] == pytest.approx(1.0)
 
 
-def test_a_cluster_that_cannot_be_had_is_an_answer_with_its_own_exit_code(tmp_path: Path):
+def test_an_unavailable_cluster_has_a_distinct_exit_code(tmp_path: Path):
     own = home(tmp_path)
     submit(tmp_path, {**SWEEP, "budget": {"max_trials": 1}})
     with own.open("first", read_only=False) as ledger:
@@ -213,7 +213,7 @@ def _fields(model: LlamaModel) -> dict[str, int]:
     return {name: getattr(model, name) for name in names}
 
 
-def test_what_cannot_be_measured_again_is_said(tmp_path: Path):
+def test_versions_that_cannot_be_measured_again_are_refused_with_a_reason(tmp_path: Path):
     own = proven_home(tmp_path)
     Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
     with pytest.raises(ConfigError, match="was not promoted from a sweep file"):

@@ -1,4 +1,4 @@
-"""Made-up trajectories, and what the loss gate says of them."""
+"""Made-up trajectories, and their verdicts by the loss gate."""
 
 import json
 import random
@@ -97,7 +97,7 @@ def gates(question):
         for role, words in {"baseline": [], **parts}.items()
     }
     workload = {"images": IMAGES, "llama": WORKLOAD}.get(values.get("workload"))
-    return told(sound(judge_gate(7, GateTrajectories(**runs), settings, workload)))
+    return as_text(sound(judge_gate(7, GateTrajectories(**runs), settings, workload)))
 
 
 def falling(noise=0.0, *, seed=0, factor=1.0, num_steps=N, precision=None, digits=None, norms=()):
@@ -139,8 +139,8 @@ def script_gates(question):
         nothing = options.pop("losses", None) == 0
         made = falling(**options, precision=FORMATS.get(given.get("precision")))
         runs[role] = Trajectory(losses=(), grad_norms=(), num_skipped_steps=0, precision=FP32) if nothing else made
-    return told(sound(judged(**runs, alike=values.get("alike") != "0", settings=settings)))
+    return as_text(sound(judged(**runs, alike=values.get("alike") != "0", settings=settings)))
 
 
-def told(report):
+def as_text(report):
     return json.dumps(rounded(to_json(report)), ensure_ascii=False, indent=0).strip("{}\n")

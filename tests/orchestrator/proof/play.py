@@ -116,7 +116,7 @@ class Play:
         return measured(time_s, losses=tuple(factor * loss for loss in LOSSES), grad_norms=NORMS)
 
     def soaked(self, trial, time_s):
-        """As many steps as asked for, at most 120, each with noise of 1%."""
+        """As many steps as requested, at most 120, each with noise of 1%."""
         half = min(trial.check.num_steps, 120) // 2
         factors = [1.0] * half + [self.slowdown.get(trial.candidate, 1.0)] * half
         return measured(time_s, step_times_s=tuple(time_s * self.rng.gauss(one, 0.01) for one in factors))
@@ -209,37 +209,37 @@ def _first(play, named):
 
 
 def played(question):
-    """The verdict of a play, its checks, and what became of its trials; ``then`` holds wishes after its end."""
+    """The verdict of a play, its checks, and what became of its trials; ``then`` holds requests after its end."""
     given = json.loads(question)
-    wishes = given.pop("then", [])
+    requests = given.pop("then", [])
     play = play_of(given)
-    shown = [_told(play.run())]
-    for wish in wishes:
+    shown = [_as_text(play.run())]
+    for request in requests:
         by = {"at_s": play.tick(), "request": play.state.num_requests + 1, "by": "someone"}
-        if "budget" in wish:
-            play.take(BudgetChanged(**by, budget=Budget(**wish["budget"])))
-        elif "retry" in wish:
-            play.take(TrialsRetried(**by, trials=tuple(wish["retry"])))
+        if "budget" in request:
+            play.take(BudgetChanged(**by, budget=Budget(**request["budget"])))
+        elif "retry" in request:
+            play.take(TrialsRetried(**by, trials=tuple(request["retry"])))
         else:
-            play.take(ChecksRequested(**by, **{name: tuple(numbers) for name, numbers in wish.items()}))
-        shown += [f"then {json.dumps(wish)}", _told(play.run())]
+            play.take(ChecksRequested(**by, **{name: tuple(numbers) for name, numbers in request.items()}))
+        shown += [f"then {json.dumps(request)}", _as_text(play.run())]
     assert fold(play.events) == play.state
     return "\n".join(shown)
 
 
-def _told(state):
+def _as_text(state):
     verdict = json.dumps(rounded(to_json(state.verdict)) if state.verdict else None)
     runs = [f"{run.number}:{_check(run)}" for run in state.trials if run.check is not None]
     trials = [f"{one.status} {len(one.attempts)}" for one in state.trials if one.check is None]
     names = ("status", "finish_reason", "best_trial", "num_searched", "num_checks", "num_requests", "left_out")
-    told = {name: getattr(state, name) for name in names}
-    told |= {"finalists": state.proof and state.proof.finalists, "fastest": [one.number for one in state.fastest]}
-    told["set aside"] = [(one.finalists, one.cause) for one in state.set_aside]
+    fields = {name: getattr(state, name) for name in names}
+    fields |= {"finalists": state.proof and state.proof.finalists, "fastest": [one.number for one in state.fastest]}
+    fields["set aside"] = [(one.finalists, one.cause) for one in state.set_aside]
     note = report_markdown(make_short_report(state, summarize(state, "sqlite:///x"))).splitlines()
     return "\n".join(
         [
             f"verdict: {verdict}",
-            *(f"{name}: {value}" for name, value in told.items() if value),
+            *(f"{name}: {value}" for name, value in fields.items() if value),
             f"trials: {', '.join(trials)}",
             *(" ".join(line.split()) for line in runs),
             *(f"note: {line}" for line in note[:3] if line),

@@ -57,7 +57,7 @@ def confirmations(draw: st.DrawFn, min_rounds: int = 0) -> list[dict[int, float]
     return rounds
 
 
-# ---- what a judgement says hangs together ----
+# ---- a judgement is consistent ----
 
 
 @settings(max_examples=30)
@@ -94,7 +94,7 @@ def test_what_a_round_has_in_common_cancels(rounds, factors):
 
 @settings(max_examples=40)
 @given(rounds=confirmations(), numbers=st.permutations([1, 2, 4]))
-def test_numbers_are_only_names(rounds, numbers):
+def test_trial_numbers_do_not_affect_the_result(rounds, numbers):
     name = dict(zip(FINALISTS, numbers, strict=True)) | {0: 0}
     there = judged(rounds)
     back = judged([{name[who]: speed for who, speed in one.items()} for one in rounds], sorted(numbers))
@@ -105,7 +105,7 @@ def test_numbers_are_only_names(rounds, numbers):
 
 @settings(max_examples=40)
 @given(rounds=confirmations(min_rounds=3))
-def test_the_ratio_turns_round_with_the_roles(rounds):
+def test_the_ratio_is_inverted_when_roles_are_swapped(rounds):
     pair = [{0: one[0], 3: one[3]} for one in rounds if 3 in one]
     there = judged(pair, (3,)).against_baseline[3]
     back = judged([{0: one[3], 3: one[0]} for one in pair], (3,)).against_baseline[3]
@@ -117,7 +117,7 @@ def test_the_ratio_turns_round_with_the_roles(rounds):
 
 @settings(max_examples=40)
 @given(rounds=confirmations(min_rounds=3))
-def test_more_finalists_make_no_interval_of_the_same_rounds_narrower(rounds):
+def test_more_finalists_do_not_narrow_intervals_of_the_same_rounds(rounds):
     few, many = judged(rounds), judged(rounds, (*FINALISTS, 11, 12))
     for number, compared in few.against_baseline.items():
         if compared.ratio.ci95 is not None:
@@ -129,7 +129,7 @@ def test_more_finalists_make_no_interval_of_the_same_rounds_narrower(rounds):
 # ---- when it ends ----
 
 
-def test_rounds_come_before_intervals():
+def test_intervals_require_a_minimum_of_rounds():
     assert judged([]).to_measure == (0, *FINALISTS)
     one = judged([{0: 1.0, 3: 2.0, 7: 3.0, 8: 1.0}] * 2)
     assert one.to_measure == (0, *FINALISTS)
@@ -185,7 +185,7 @@ def test_nothing_faster_ends_without_a_leader():
     assert (found.against_leader, found.tied_with_leader) == ({}, ())
 
 
-def test_what_was_shown_not_faster_is_not_tied_with_a_leader_that_emerges_later():
+def test_a_finalist_shown_not_faster_is_not_tied_with_a_later_leader():
     rounds = [{0: 1.0, 3: 0.985, 8: 0.985}] * 3 + [{0: 1.0, 3: 1.3}] * 7
     found = judged(rounds, (3, 8), max_rounds=10)
     assert found.leader == 3
@@ -255,7 +255,7 @@ def test_the_luckiest_of_fifty_equal_trials_does_not_win(noise):
     assert named[naive] > 0.07
 
 
-def test_a_claim_is_as_large_as_the_gain():
+def test_claimed_gains_are_unbiased():
     """No winner's curse: what made a finalist of it plays no part in what is claimed."""
     cases = [draw(World(name="", noise=0.05, gain=0.2), seed) for seed in range(300)]
     claims = [(case, ours(case)) for case in cases]
@@ -284,7 +284,7 @@ def test_a_steady_drift_changes_no_comparison():
         }
 
 
-def test_finalists_that_are_alike_are_called_a_tie():
+def test_equal_finalists_are_a_tie():
     cases = [draw(World(name="", noise=0.03, gain=0.3, num_faster=3), seed) for seed in range(200)]
     claims = [ours(case) for case in cases]
     assert np.mean([claim.winner in (1, 2, 3) for claim in claims]) >= 0.99
@@ -299,7 +299,7 @@ def test_the_levels_agree_with_another_simulation():
     assert [critical_value(3 * (n - 1), level) for n, level in enumerate(levels, 3)] == pytest.approx(other, rel=0.03)
 
 
-def test_no_number_of_rounds_tells_what_was_rounded_away():
+def test_no_number_of_rounds_recovers_what_was_rounded_away():
     rounds = [{0: 100.0, 1: 103.0}] * 6
     exact = judge(rounds, baseline=0, finalists=(1,), min_rounds=3, max_rounds=8)
     assert exact.against_baseline[1].verdict == "faster"

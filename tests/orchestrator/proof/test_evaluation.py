@@ -29,9 +29,11 @@ FACTS = {"trial": 4, "speedup": 1.25}
 SECRET = "hunter2-hunter2"
 
 
-def run(command: list[str], folder: Path, timeout_s: float = 60.0, told: dict[str, Any] | None = None) -> Evaluation:
+def run(
+    command: list[str], folder: Path, timeout_s: float = 60.0, given_facts: dict[str, Any] | None = None
+) -> Evaluation:
     process = EvaluationProcess()
-    process.start(tuple(command), told or FACTS, folder, timeout_s)
+    process.start(tuple(command), given_facts or FACTS, folder, timeout_s)
     return wait_for(process.poll)
 
 
@@ -54,7 +56,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_is_told_the_facts_and_passes_by_exiting_with_0(tmp_path: Path) -> None:
+def test_gets_the_facts_and_passes_by_exiting_with_0(tmp_path: Path) -> None:
     code = (
         "import json, os, sys\n"
         "told = json.load(open(sys.argv[1]))\n"
@@ -88,7 +90,7 @@ def test_fails_where_its_folder_cannot_be_written(tmp_path: Path) -> None:
     assert not found.passed and "Not a directory" in found.output_tail[0]
 
 
-def test_no_shell_takes_its_words(tmp_path: Path) -> None:
+def test_arguments_are_not_interpreted_by_a_shell(tmp_path: Path) -> None:
     found = run(["echo", "$HOME", "; touch x", "{facts}s", "{other}"], tmp_path)
     assert found.output_tail == (f"$HOME ; touch x {tmp_path}/facts.jsons {{other}}",)
 
@@ -106,7 +108,7 @@ def stray_pids(log: Path) -> list[int]:
     return [int(word) for word in log.read_text().split()[:2]] if log.exists() else []
 
 
-def test_is_killed_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
+def test_is_killed_at_its_deadline_with_its_children(tmp_path: Path) -> None:
     found = run(python(STRAY.format(then="time.sleep(1000)")), tmp_path, timeout_s=1.0)
     assert (found.passed, found.exit_code) == (False, None)
     assert found.output_tail[-1] == "killed: not finished after 1 s"
@@ -118,7 +120,7 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not any(map(is_alive, stray_pids(tmp_path / "output.log")))
 
 
-def test_is_killed_when_asked(tmp_path: Path) -> None:
+def test_is_killed_on_request(tmp_path: Path) -> None:
     process = EvaluationProcess()
     process.start(tuple(python(STRAY.format(then="time.sleep(1000)"))), FACTS, tmp_path, 1000.0)
     pids = wait_for(lambda: stray_pids(tmp_path / "output.log") or None)
@@ -176,15 +178,15 @@ def story() -> SweepState:
     return fold([created(), *searched, chosen, *trained])
 
 
-def test_facts_say_what_was_found(tmp_path: Path) -> None:
+def test_facts_describe_the_findings(tmp_path: Path) -> None:
     state = story()
     report = gate_report(state, 1, GateSettings(num_steps=3))
     assert report is not None and report.passed
-    told = facts(state, 1, report, tmp_path)
-    assert json.loads(json.dumps(told)) == told
-    assert told["candidate"]["micro_batch_size"] == 2 and told["baseline"]["micro_batch_size"] == 1
-    assert told["workload"] == to_json(state.sweep.workload) and told["gate"] == to_json(report)
-    run_of = told["runs"]["finalist"]
+    given_facts = facts(state, 1, report, tmp_path)
+    assert json.loads(json.dumps(given_facts)) == given_facts
+    assert given_facts["candidate"]["micro_batch_size"] == 2 and given_facts["baseline"]["micro_batch_size"] == 1
+    assert given_facts["workload"] == to_json(state.sweep.workload) and given_facts["gate"] == to_json(report)
+    run_of = given_facts["runs"]["finalist"]
     assert run_of["trial"] == 3 and run_of["trajectory"]["losses"] == [5.5, 5.4, 5.3]
     assert run_of["folder"] == str(tmp_path / "attempts" / attempt_id(3, 0, "token-3-0"))
-    assert set(told["runs"]) == {"baseline", "finalist", "twin"}
+    assert set(given_facts["runs"]) == {"baseline", "finalist", "twin"}

@@ -77,12 +77,12 @@ def test_any_runs_are_judged_without_errors(baseline: Trajectory, finalist: Traj
 
 
 @given(trajectories)
-def test_equal_runs_pass_unless_too_much_was_skipped(same: Trajectory) -> None:
+def test_equal_runs_pass_unless_too_many_steps_were_skipped(same: Trajectory) -> None:
     assert judge(same, same, twin=same).passed == (len(same.skipped) <= N / 2)
 
 
 @given(trajectories, trajectories)
-def test_a_report_says_by_how_much(baseline: Trajectory, finalist: Trajectory) -> None:
+def test_a_report_quantifies_deviations(baseline: Trajectory, finalist: Trajectory) -> None:
     report = judge(finalist, baseline)
     for deviation, tolerance, word in (
         (report.loss_deviation, report.loss_tolerance, "the loss deviates"),
@@ -114,8 +114,8 @@ def test_every_class_has_its_limits(class_name: str, factor: float) -> None:
         assert report.precision_class == f"{class_name} against {class_name}"
 
 
-def test_what_is_no_further_off_than_rounding_takes_it_is_no_evidence() -> None:
-    """Beside a reference, the baseline is the twin: rounding in 16 bits is all that it differs by."""
+def test_a_deviation_within_rounding_is_no_evidence() -> None:
+    """With a reference, the baseline is the twin: rounding in 16 bits is all that it differs by."""
     limit = ERRORS["float32"].loss.at(9) * 2
     twin = run(losses=scaled(LOSSES, 1 + 0.9 * limit, first=9))
     for factor, answer in ((1.5, "passed"), (-3.5, "passed"), (3.7, "failed")):
@@ -145,7 +145,7 @@ def test_a_failed_run_is_a_failed_gate() -> None:
     assert from_json(GateReport, {**older, "passed": True, "reasons": []}).answer == "passed"
 
 
-def test_a_trajectory_is_what_was_measured() -> None:
+def test_a_trajectory_comes_from_the_measurement() -> None:
     candidate = Candidate(precision=FP16, micro_batch_size=4, kernels=Kernels(matmul_precision="high"))
     found = trajectory(measured(num_skipped_steps=1, grad_norms=(0.0, 0.9, 0.8)).measurement, candidate)
     assert found.losses == (5.5, 5.4, 5.3) and found.skipped == {1} and found.class_name == "float16 O2"
@@ -172,7 +172,7 @@ def test_the_reference_is_legal_and_exact() -> None:
         assert made.micro_batch_size == candidate.micro_batch_size, "batch norm takes its statistics over it"
 
 
-def test_the_documented_limits_are_the_ones_in_use() -> None:
+def test_the_documented_limits_are_in_use() -> None:
     text = (ROOT / "docs" / "loss-gate.md").read_text()
     number = r"([\d.e-]+)"
     formula = rf"{number} \+ {number} \(s - 1\)\^2"
@@ -190,7 +190,7 @@ def test_limits_grow_with_the_square_of_the_steps() -> None:
     assert (limit + Tolerance(first=0.5)).at(2) == 3.5
 
 
-def test_the_band_is_as_wide_as_it_says():
+def test_the_band_has_the_stated_width():
     """Equal training is refused in fewer than 2 of 100 cases, one that is off by two bands in more than 9 of 10."""
     bands = [judged(falling(0.01, seed=2), baseline=falling(0.01, seed=1), again=falling(0.01, seed=0)).loss_tolerance]
     num_cases, wrong, caught = 300, 0, 0

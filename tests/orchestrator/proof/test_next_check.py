@@ -31,7 +31,7 @@ from trials.spec import Candidate, Layout, Precision, Recompute
 
 
 @pytest.mark.parametrize(("today_s", "loss", "most"), [(0.05, "excluded", 6), (0.07, "open", 12)], ids=["kept", "lost"])
-def test_busy_rounds_rule_a_loss_of_speed_out_and_never_show_one(today_s, loss, most):
+def test_busy_rounds_may_exclude_a_slowdown_but_never_show_one(today_s, loss, most):
     then = [measured(time_s).measurement.tokens_per_s_per_device for time_s in (0.05, 0.1)]
     promoted = PromotedRounds(own=(then[0],) * 3, baseline=(then[1],) * 3, tolerance=0.05)
     confirm = ConfirmSettings(min_rounds=3, max_rounds=12, always=True, soak_s=None, promoted=promoted)
@@ -55,7 +55,7 @@ def test_a_lucky_winner_is_refused():
     assert looked_faster > 20 and won <= 5, (looked_faster, won)  # at 5% more than 5 of 40 has a chance of 1%
 
 
-def test_what_is_judged_in_full_precision_has_its_twin_where_it_is_beyond_the_limits():
+def test_a_full_precision_finalist_beyond_the_limits_gets_a_twin():
     """A finalist in 16 bits that is wrong in full precision, too: rounding has to be shown not to explain that."""
     half = Precision(level="O1", dtype="bfloat16")
     for baseline, of in ((Candidate(), Candidate()), (Candidate(precision=half), Candidate())):
@@ -69,7 +69,7 @@ def test_what_is_judged_in_full_precision_has_its_twin_where_it_is_beyond_the_li
         assert report.answer == "failed" and any("trained in O0" in reason for reason in report.reasons)
 
 
-def test_what_the_gate_could_not_tell_goes_into_production_by_force_or_with_an_evaluation():
+def test_an_inconclusive_gate_requires_force_or_an_evaluation_to_promote():
     given = {"times_s": [0.1, 0.04], "wrong": [1], "noise": 0.9}
     chosen = choose(play_of(given).run(), "1", force=True)
     assert any("the loss gate is inconclusive" in why for why in chosen.missing)
@@ -114,7 +114,7 @@ def test_a_finalist_of_two_proofs_has_the_reports_of_the_last():
     assert "a longer run of 120 steps" in state.verdict.reason
 
 
-def test_a_proof_that_was_set_aside_keeps_its_own_rounds():
+def test_a_superseded_proof_keeps_its_rounds():
     """A larger budget drops the proof that follows; its rounds have the numbers of those that were set aside."""
     candidates = cheats("a", "cheat", "cheat", "a", "a", "a", mbs=[1, 2, 4, 8, 16, 32])
     two = ProofSettings(confirm=dataclasses.replace(PROOF.confirm, num_finalists=2), gate=PROOF.gate)
@@ -142,7 +142,7 @@ def test_the_search_leaves_a_share_of_the_budget_for_the_proof():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_was_played_folds_to_the_same_state_and_goes_on_alike(seed):
+def test_every_play_folds_to_the_same_state_and_continues_alike(seed):
     """Killed between any two events, the next controller proposes what this one would have."""
     play = Play([0.1, 0.05, 0.06, 0.2], between=0.05, seed=seed, profiled=("winner",))
     play.outcomes[(5, 0)] = GangLost(evidence=failures()["crashed"].evidence)
@@ -157,7 +157,7 @@ def test_whatever_was_played_folds_to_the_same_state_and_goes_on_alike(seed):
 
 
 @pytest.mark.parametrize(("seconds_per_event", "num_trials", "of"), [(1.0, 24, []), (20.0, 24, [0, 1]), (40.0, 2, [])])
-def test_profiles_that_nobody_asked_for_come_only_after_a_long_sweep_of_many_runs(seconds_per_event, num_trials, of):
+def test_automatic_profiles_are_made_only_after_a_long_sweep_of_many_runs(seconds_per_event, num_trials, of):
     candidates = [Candidate(micro_batch_size=size + 1) for size in range(num_trials)]
     times_s = [0.1, 0.05, *[0.2] * (num_trials - 2)]
     play = Play(times_s, candidates=candidates, profiled=("baseline", "winner"), is_profile_auto=True)

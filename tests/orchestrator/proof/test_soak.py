@@ -45,18 +45,18 @@ def test_a_speed_that_lasts_passes_with_one_pair():
     [lambda place: 2.0 if place > 0.6 else 1.0, lambda place: 1.01 ** (90 * place)],
     ids=["half as fast", "1% per step"],
 )
-def test_a_speed_that_fades_is_seen_whatever_the_noise_between_runs(slowdown):
+def test_a_fading_speed_is_detected_despite_noise_between_runs(slowdown):
     report = judged([(run(0.07, slowdown=slowdown), run(0.1, seed=1))], noise=0.5)
     assert report.answer == "failed" and report.reason.startswith("it slows down: 1.")
     assert "x in the first third of a longer run of 90 steps (" in report.reason
 
 
-def test_a_baseline_that_slows_down_alike_changes_nothing():
+def test_an_equal_slowdown_of_the_baseline_changes_nothing():
     both = {"slowdown": lambda place: 1 + place}
     assert judged([(run(0.07, **both), run(0.1, seed=1, **both))]).answer == "passed"
 
 
-def test_a_pair_that_the_noise_between_runs_explains_is_repeated():
+def test_a_pair_explained_by_noise_is_repeated():
     slow, base = run(0.101), run(0.1, seed=1)
     assert judged([(slow, base)], noise=0.05) is None
     assert judged([(slow, base), (run(0.09, seed=2), base)], noise=0.05).answer == "passed"

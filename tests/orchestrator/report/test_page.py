@@ -137,13 +137,13 @@ def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
     assert style.to_png(drawn["history"]).startswith(b"\x89PNG")
 
 
-def test_the_same_plot_is_the_same_file():
+def test_equal_plots_are_equal_files():
     found = many(20)
     once, again = (style.to_svg(lambda: charts.plot_history(found, "tokens/s/p"), "history") for _ in range(2))
     assert once == again
 
 
-def test_the_front_holds_what_nothing_beats_in_both():
+def test_the_front_holds_undominated_trials():
     points = [
         SpeedPoint(trial=i, speed=speed, low=speed, high=speed, peak_bytes=peak)
         for i, (speed, peak) in enumerate([(10, 5), (20, 5), (15, 7), (30, 9), (30, 12), (5, 1)])
@@ -151,7 +151,7 @@ def test_the_front_holds_what_nothing_beats_in_both():
     assert [point.trial for point in curves.front(points)] == [5, 1, 3]
 
 
-def test_nothing_written_by_others_gets_through_as_markup():
+def test_foreign_text_is_never_markup():
     outcomes = [*speeds(0.1, 0.08), failures(HOSTILE)["crashed"]]
     story = proof_events(search=outcomes)
     story[0] = replace(story[0], sweep=HOSTILE, hardware=HOSTILE, fingerprint={HOSTILE: HOSTILE})  # type: ignore
@@ -169,11 +169,11 @@ def test_scripts_in_names_notes_and_log_tails_stay_text():
     evidence = replace(crashed.evidence, log_tail=(HOSTILE,), collateral=(HOSTILE,))
     story = proof_events(search=[*speeds(0.1, 0.08), replace(crashed, evidence=evidence)])
     story[0] = replace(story[0], sweep=HOSTILE)  # type: ignore[type-var]
-    told = next(i for i, event in enumerate(story) if event.kind == "verdict_reached")
-    verdict = story[told].verdict
+    position = next(i for i, event in enumerate(story) if event.kind == "verdict_reached")
+    verdict = story[position].verdict
     gate = replace(verdict.gates[0], notes=(HOSTILE,), precision_class=HOSTILE)
     evaluation = replace(verdict.evaluations[0], output_tail=(HOSTILE,))
-    story[told] = replace(story[told], verdict=replace(verdict, gates=(gate,), evaluations=(evaluation,)))
+    story[position] = replace(story[position], verdict=replace(verdict, gates=(gate,), evaluations=(evaluation,)))
     ended = next(i for i, event in enumerate(story) if event.kind == "evaluation_ended")
     story[ended] = replace(story[ended], evaluation=evaluation)
     page = page_html(made(fold(story)))
@@ -182,7 +182,7 @@ def test_scripts_in_names_notes_and_log_tails_stay_text():
         assert f"{place}&lt;/title&gt;&lt;script&gt;" in page
 
 
-def test_what_a_template_prints_holds_no_control_characters():
+def test_templates_print_no_control_characters():
     assert environment().from_string("{{ name }}").render(name="a\x1b[31m<b>\x00") == "a&lt;b&gt;"
 
 
@@ -191,19 +191,19 @@ def test_a_misspelt_name_in_a_template_is_an_error():
         environment().from_string("{{ report.headlin }}").render(report=made(fold(proof_events())))
 
 
-def test_every_outcome_and_every_purpose_has_words():
+def test_every_outcome_and_every_purpose_has_a_text():
     assert set(descriptions.FINALIST_LABELS) == set(get_args(descriptions.FinalistOutcome))
     assert set(descriptions.PURPOSE_LABELS) == set(get_args(descriptions.CommandPurpose))
 
 
-def test_the_kept_plan_bounds_what_it_lists(monkeypatch):
+def test_the_stored_plan_bounds_its_lists(monkeypatch):
     monkeypatch.setattr("orchestrator.planning.planner.MAX_CANDIDATES", 3)
     plan = make_plan(load_sweep(QUICKSTART))
     kept = plan_document(plan)
     assert (len(kept["candidates"]), kept["num_legal"]) == (3, len(plan.candidates))
 
 
-def test_what_is_not_drawn_costs_nothing():
+def test_undrawn_plots_cost_nothing():
     modules = "orchestrator.tracking.mlflow_tracker, orchestrator.report.page.page"
     code = f"import sys, {modules}; sys.exit(bool({{'matplotlib', 'jinja2'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

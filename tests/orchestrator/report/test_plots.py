@@ -97,7 +97,7 @@ def drawn_texts(figure, monkeypatch):
 
 
 @pytest.mark.parametrize("num_trials", [3, 25, 60])
-def test_no_label_covers_another_or_leaves_the_figure(num_trials, monkeypatch):
+def test_labels_neither_overlap_nor_leave_the_figure(num_trials, monkeypatch):
     for name, draw in plots(num_trials).items():
         with style.style(), monkeypatch.context() as patched:
             figure = draw()
@@ -111,7 +111,7 @@ def test_no_label_covers_another_or_leaves_the_figure(num_trials, monkeypatch):
         assert over == [], name
 
 
-def test_every_point_says_what_it_is():
+def test_every_point_has_a_title():
     found = history(state(all_kinds()))
     svg = style.to_svg(lambda: charts.plot_history(found, "tokens/s/p"), "history")
     titles = re.findall(r"<title>(.*?)</title>", svg)
@@ -126,7 +126,7 @@ def test_every_point_says_what_it_is():
     assert len(re.findall(r"<title>compute: 200 s, \d+% of the step</title>", bars)) == 2
 
 
-def test_a_gain_is_put_down_to_a_part_only_where_both_steps_are_split_alike():
+def test_a_gain_is_attributed_to_a_part_only_if_both_steps_are_split_alike():
     """One step may be split by a profile, the other by the clock of its program."""
     by_clock = [Part(name, seconds, "measured") for name, seconds in (("forward", 0.03), ("backward", 0.06))]
     by_profile = [Part(name, seconds, "profiled") for name, seconds in (("compute", 0.09), ("dispatch", 0.04))]
@@ -145,6 +145,6 @@ def test_titles_are_escaped():
     assert "&lt;/title&gt;&lt;script&gt;" in svg
 
 
-def test_text_is_cut_where_there_is_no_room():
+def test_text_is_cut_if_there_is_no_room():
     assert fitting("short", 1.0, 8) == "short"
     assert fitting("something longer", 0.5, 9) == "somet…"

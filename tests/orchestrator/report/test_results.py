@@ -78,7 +78,7 @@ def test_every_profiled_rank_reaches_the_measurement():
     assert from_json(Findings, to_json(merged)) == merged
 
 
-def test_profiles_are_files_that_ranks_named_and_are_copied_where_the_user_wants_them(tmp_path, caplog):
+def test_profiles_are_files_named_by_ranks_and_copied_on_request(tmp_path, caplog):
     second, first = PROFILES
     state = fold(profiled(PROFILED, *PROFILES))
     trial, trace = state.trials[PROFILED], first.files[0].name
@@ -102,7 +102,7 @@ def test_profiles_are_files_that_ranks_named_and_are_copied_where_the_user_wants
         copy_profile(tmp_path / "file", "quick", trial, found)
 
 
-def test_the_section_gives_what_ranks_are_told():
+def test_the_section_gives_the_settings_of_ranks():
     section = ProfileSection.model_validate({"trials": ["baseline"], "ranks": [0, 5], "memory": True})
     assert section.to_spec().ranks == (0, 5) and section.to_spec().memory
     assert ProfileSection().to_spec() == ProfileSpec() and ProfileSection().trials == ["winner"]

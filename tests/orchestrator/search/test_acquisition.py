@@ -85,7 +85,7 @@ def test_a_wrong_model_is_corrected_in_a_few_trials():
     assert min(times.values()) <= truth.min() * 1.02 < by_prior
 
 
-def test_nothing_is_proposed_twice_and_all_is_proposed_in_the_end():
+def test_nothing_is_proposed_twice_and_everything_eventually():
     posterior, truth = grid(4)
     times, _ = search(posterior, truth, 16)
     assert len(times) == 16
@@ -111,7 +111,7 @@ def learn_mean(posterior, seen):
     return learn(posterior.error, rows, errors).mean(np.arange(len(posterior)))
 
 
-def test_what_runs_counts_as_expected():
+def test_running_trials_count_with_their_expectation():
     posterior, truth = grid()
     seen = Seen(times_s={0: float(truth[0])})
     first, second = propose(posterior, seen, 2)
@@ -210,7 +210,7 @@ def test_a_hundred_thousand_candidates_are_shortlisted_without_losing_the_best()
 
 
 @given(st.floats(-8, 8), st.floats(0.01, 3), st.floats(-5, 5))
-def test_expected_improvement_is_what_sampling_gives(mean, std, incumbent):
+def test_expected_improvement_matches_sampling(mean, std, incumbent):
     quantiles = np.linspace(-6, 6, 4001)
     weights = np.exp(-0.5 * quantiles**2)
     sampled = np.maximum(incumbent - (mean + std * quantiles), 0) @ weights / weights.sum()
@@ -240,7 +240,7 @@ def test_the_first_proposals_and_every_second_later_one_follow_the_order_before_
         times[found.index] = 10.0 * float(truth[found.index])
 
 
-def test_a_disturbed_measurement_does_not_bend_what_the_others_teach():
+def test_a_disturbed_measurement_does_not_distort_the_others():
     posterior, _ = grid()
     rows = np.arange(0, 144, 9)
     errors = np.full(len(rows), 0.3)
@@ -250,7 +250,7 @@ def test_a_disturbed_measurement_does_not_bend_what_the_others_teach():
     assert found.noise_std[rows == 63] > 1.0 and np.all(found.noise_std[rows != 63] == 0.01)
 
 
-def test_what_a_noisy_measurement_says_counts_less():
+def test_noisy_measurements_count_less():
     posterior, _ = grid()
     rows = np.array([5, 60])
     errors = np.array([0.0, 0.5])
@@ -259,7 +259,7 @@ def test_what_a_noisy_measurement_says_counts_less():
     assert abs(noisy[0]) < 0.7 * abs(exact[0])
 
 
-def test_trials_that_ran_without_a_figure_say_that_their_like_fit():
+def test_trials_without_a_figure_show_that_similar_ones_fit():
     posterior, _ = grid()
     posterior = with_memory(posterior, np.full(144, 0.1))
     rows = np.array([5])
@@ -267,7 +267,7 @@ def test_trials_that_ran_without_a_figure_say_that_their_like_fit():
     assert before < 0.5 < probability_fits(posterior, Seen(ran=frozenset({0})), rows)[0]
 
 
-def test_a_lucky_noisy_time_is_not_what_has_to_be_beaten():
+def test_a_lucky_noisy_time_is_not_the_time_to_beat():
     assert incumbent(Seen()) is None
     times_s = {0: 1.0, 1: 0.9, 2: 0.02}
     seen = Seen(times_s=times_s, noise_std={0: 0.01, 1: 0.02, 2: 3.0})

@@ -73,7 +73,7 @@ def counted(peak_bytes=12 * 10**9):
     return DryRunEstimate(stages=(stage,))
 
 
-def test_the_formula_agrees_with_what_is_known_of_resnet_50():
+def test_the_formula_matches_resnet_50():
     """4.1 billion multiplications and 25.6 million parameters; 22 million kept elements are 44 MB per image."""
     x = predictor().inputs
     assert x.forward_flops[0] == pytest.approx(8.2e9, rel=0.02)
@@ -112,7 +112,7 @@ def truth(candidate):
 TRUTH = predictor()
 
 
-def test_knobs_the_model_does_not_know_are_learned_within_few_trials():
+def test_knobs_unknown_to_the_model_are_learned_within_few_trials():
     guide = GuidedSearch(predictor())
     search = Search(CANDIDATES, features=flat_params, sampler="guided", guide=guide)
     workload = {"workload": RESNET, "budget": Budget(max_trials=10)}
@@ -155,13 +155,13 @@ def test_a_sweep_of_images_runs_on_a_simulated_machine(tmp_path):
     assert state.best.measurement.step_time_s < state.baseline.measurement.step_time_s
 
 
-def test_a_simulated_machine_of_images_is_what_the_model_thinks_unless_it_deviates():
+def test_a_simulated_machine_of_images_follows_the_model_unless_it_deviates():
     like_model, off = (ModelledCost(load_cluster("dgx-a100"), deviation=deviation, seed=2) for deviation in (0.0, 1.0))
     plain, chosen, other = (TrialSpec(workload=RESNET, candidate=CANDIDATES[row]) for row in (0, 1, 2))
     usual = generic_step_seconds(TRUTH.inputs.take(slice(0, 1)), load_prior("time").coefficients)
     assert like_model(plain).step_time_s == pytest.approx(float(sum(usual.values())[0]))
     assert like_model(plain).peak_bytes == pytest.approx(TRUTH.estimates.peak_bytes[0], abs=1)
-    assert like_model(other).step_time_s < like_model(plain).step_time_s, "workers read beside computing"
+    assert like_model(other).step_time_s < like_model(plain).step_time_s, "workers read while it computes"
     assert like_model(plain).peak_bytes == like_model(chosen).peak_bytes == like_model(other).peak_bytes
     times_s = [off(spec).step_time_s for spec in (plain, chosen, other)]
     assert len(set(times_s)) == 3 and off(chosen).step_time_s == times_s[1]

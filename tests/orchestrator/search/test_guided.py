@@ -124,7 +124,7 @@ def test_the_best_is_found_within_few_trials_and_few_run_out_of_memory():
 
 
 def reserved(taken):
-    """As a measurement tells it that knows the allocator only."""
+    """As in a measurement with figures of the allocator only."""
     return {"peak_reserved_bytes": (taken,)}
 
 
@@ -139,8 +139,8 @@ def kept(taken):
 
 
 @pytest.mark.parametrize("told", [reserved, kept])
-def test_memory_is_predicted_as_what_was_measured_has_taught(told):
-    """Where every trial takes half as much again as the cost model says, later predictions say so, too."""
+def test_memory_predictions_learn_from_measurements(told):
+    """Where every trial takes half as much again as the cost model predicts, later predictions follow."""
     estimates = Predictor(WORKLOAD, CANDIDATES, CLUSTER, features=flat_params).estimates.peak_bytes
     peaks = dict(zip(CANDIDATES, estimates.tolist(), strict=True))
 
@@ -194,7 +194,7 @@ def test_concurrent_trials_are_all_different_and_faults_are_not_tried_again():
     assert len({*tried, last}) == 7
 
 
-def test_it_stops_by_itself_when_asked_to_and_only_then():
+def test_it_stops_by_itself_only_if_configured():
     state, _ = run(make_search(stop_when_converged=True), len(CANDIDATES))
     assert 4 <= len(state.trials) < len(CANDIDATES) / 2
     assert state.best.measurement.step_time_s <= 1.03 * min(fitting())
@@ -212,13 +212,13 @@ def test_other_samplers_leave_out_what_an_out_of_memory_outcome_rules_out():
     assert not pruned & {trial.candidate for trial in state.trials[2:]}
 
 
-def test_reasons_say_what_is_expected():
+def test_reasons_contain_the_expectation():
     suggestion = make_search().suggest(1, fold(start()))
     assert "tokens/s/p expected" in suggestion.reason
 
 
 @pytest.mark.parametrize("case", ["device", "unknown hardware", "too many"])
-def test_what_the_cost_model_does_not_know_it_says(case, monkeypatch):
+def test_the_cost_model_rejects_what_it_cannot_predict(case, monkeypatch):
     topology = TOPOLOGY
     if case == "device":
         topology = uniform_topology(1, 8, device_name="Abacus 9", memory_bytes=10**9)

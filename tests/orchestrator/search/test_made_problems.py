@@ -8,12 +8,16 @@ import pytest
 from benchmarks.search.figures import follow
 from benchmarks.search.made import problem as made
 from benchmarks.search.made.__main__ import main
+from benchmarks.search.made.holdings import SEALED
 from benchmarks.search.made.knowledge import MadeKnowledge
+from benchmarks.search.made.machine import CONTRARY, PASSES
 from benchmarks.search.samplers import SAMPLERS
+from benchmarks.search.seeds import TUNING, chosen
+from cluster.cost.cost_model import inputs_of
 from orchestrator.space.rules import Filters, check
 
 FAMILY = "gathered-logits/small"
-NAMES = ("buffers/small/0", "dry-run/small/0", "mixed/medium/1")
+NAMES = ("buffers/small/0", "dry-run/small/0", "mixed/medium/1", "hurtful-overlap/medium/5.0")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -34,7 +38,7 @@ def test_memory_binds_and_the_start_runs_but_is_not_the_best(problem):
         assert not check(candidate, problem.setup.workload, topology, Filters(whole_lease=True))
 
 
-def test_the_best_is_what_trying_everything_finds(problem):
+def test_the_best_matches_exhaustive_search(problem):
     truth = [float(t) if fits else None for t, fits in zip(problem.true_s, problem.fits, strict=True)]
     order = list(range(len(problem)))
     found = follow(iter(order), truth, len(problem))
@@ -52,7 +56,7 @@ def test_a_problem_is_a_function_of_its_name(problem):
     np.testing.assert_array_equal(again.true_bytes, problem.true_bytes)
 
 
-def test_no_outcome_rules_out_what_was_tried_and_knowledge_is_of_trials_alone(problem):
+def test_no_outcome_rules_out_tried_candidates_and_knowledge_covers_only_trials(problem):
     knowledge = MadeKnowledge(problem)
     trials = [row for row, _ in zip(SAMPLERS["plain_order"](problem, knowledge, 0), range(8), strict=False)]
     assert trials[0] == problem.baseline
@@ -63,17 +67,37 @@ def test_no_outcome_rules_out_what_was_tried_and_knowledge_is_of_trials_alone(pr
     assert not seen.excluded & set(trials)
 
 
-def test_halves_are_disjoint_and_together_all():
-    tune, report, both = (set(made.problem_names(half)) for half in ("tune", "report", None))
-    assert not tune & report
-    assert tune | report == both
-    assert 0.4 <= len(tune) / len(both) <= 0.6
-    assert len(both) >= 300
+def test_every_run_draws_other_problems_unless_the_seed_is_given():
+    first, other = made.problem_names(1, 100), made.problem_names(2, 100)
+    assert made.problem_names(1, 100) == first
+    assert len({*first, *other}) == 200
+    assert {name.rpartition("/")[0] for name in first} == set(made.families())
+    drawn = {chosen(None) for _ in range(20)}
+    assert len(drawn) > 10 and min(drawn) >= TUNING and chosen(7) == 7
+    assert not any(name.startswith(SEALED) for name in made.problem_names(1, 100, tuning=True))
+
+
+def test_on_contrary_problems_the_error_decides_what_is_best():
+    names = made.problem_names(1, 100, contrary=True)
+    assert {name.split("/")[0] for name in names} == set(CONTRARY)
+    problem = made.make_problem("hurtful-overlap/medium/5.0")
+    assert problem.planted[-1] == "hurtful-overlap"
+    x = inputs_of([(problem.setup.decoder_workload, c) for c in problem.candidates], problem.cluster)
+    rng = np.random.default_rng(0)
+    for name, error in CONTRARY.items():
+        changed = error(x, terms_of_one(x), rng)
+        assert any(np.any(values != 1.0) for values in changed.values()), name
+
+
+def terms_of_one(x):
+    names = (*PASSES, "gradient_reduction", "sharding", "stage_transfers", "bubble")
+    return {name: np.ones(len(x)) for name in names}
 
 
 def test_the_command_reports_every_family_with_its_goals(capsys):
-    main(["--families", FAMILY, "--problems", "2", "--samplers", "plain_order", "--jobs", "1", "--json"])
+    main(["--families", FAMILY, "--problems", "1", "--seed", "3", "--samplers", "plain_order", "--jobs", "1", "--json"])
     found = json.loads(capsys.readouterr().out)
+    assert found["seed"] == 3
     assert list(found["families"]) == ["all", *FAMILY.split("/")]
     entry = found["families"]["all"]
     assert entry["problems"] == len(found["problems"]) >= 1

@@ -69,7 +69,7 @@ TWO = belief_of(
         ({1: 0.95}, [0], [2, 3]),
     ],
 )
-def test_the_belief_is_what_sampling_gives(peaks, fitted, oom):
+def test_the_belief_matches_sampling(peaks, fitted, oom):
     after = TWO.after(peaks, fitted, oom)
     weights, fits = sampled(TWO, peaks, fitted, oom)
     assert after.weights == pytest.approx(weights, abs=0.01)
@@ -91,7 +91,7 @@ def test_a_measured_peak_takes_the_place_of_having_fitted():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 12))
-def test_what_fits_makes_nothing_that_needs_less_of_all_unlikelier(seed, num):
+def test_a_fit_never_lowers_the_probability_of_smaller_candidates(seed, num):
     """One structure, coefficients that only add: more of everything is more memory. To what a Gaussian in the place of
     a cut one misses."""
     rng = np.random.default_rng(seed)
@@ -104,7 +104,7 @@ def test_what_fits_makes_nothing_that_needs_less_of_all_unlikelier(seed, num):
 
 
 def test_many_one_sided_trials_find_the_limit():
-    """Where the limit lies between two candidates of a line, trials on both sides find it."""
+    """Where the limit is between two candidates of a line, trials on both sides find it."""
     line = np.linspace(-0.5, 0.5, 101)
     belief = belief_of((1.0, line, np.full((101, 1), 0.4), 0.03))
     found = belief.after({}, range(0, 80, 4), range(84, 101, 4)).probability_fits()
@@ -112,7 +112,7 @@ def test_many_one_sided_trials_find_the_limit():
     assert found[95] < 0.03
 
 
-def test_what_lies_close_by_fails_alike():
+def test_nearby_candidates_fail_alike():
     mean, features = np.zeros(3), np.full((3, 1), 0.01)
     places = np.array([[0.0], [0.05], [9.0]])
     structure = Structured(name="one", log_weight=0.0, mean=mean, features=features, own_std=0.2)

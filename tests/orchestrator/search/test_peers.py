@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.against.peers import optimisers, trials_to_best
+from benchmarks.against.peers import optimisers, search
 from benchmarks.against.rows import Row, table
 from benchmarks.search.generic.programs import MADE
 
@@ -38,8 +38,8 @@ def test_the_best_configuration_ends_the_count(program):
         made.append(Oracle(space.points[index]))
         return made[-1]
 
-    assert trials_to_best(program, make, 0, 40) == 2
-    ((_, seconds),) = made[0].results
+    assert search(program, make, 0, 2).to_best == 2
+    (_, seconds), _ = made[0].results
     assert seconds == pytest.approx(costs[program.baseline], rel=0.1)
 
 
@@ -54,14 +54,14 @@ def test_every_configuration_is_tried_at_most_once(program):
         made.append(Stubborn(space))
         return made[-1]
 
-    trials_to_best(program, make, 0, 30)
+    search(program, make, 0, 30)
     points = [tuple(point.values()) for point, _ in made[0].results]
     assert len(points) == len(set(points))
 
 
 @pytest.mark.parametrize("name", ["random", "Optuna, TPE"])
 def test_peers_find_the_best_in_the_end(program, name):
-    assert trials_to_best(program, optimisers()[name], 1, len(program.candidates)) <= len(program.candidates)
+    assert search(program, optimisers()[name], 1, len(program.candidates)).to_best <= len(program.candidates)
 
 
 def test_losses_come_first_and_pairs_must_match():

@@ -62,7 +62,7 @@ def spec(tmp_path_factory):
 
 
 @pytest.mark.parametrize("program", REASONS)
-def test_what_is_left_out_is_what_the_program_refuses(spec, program):
+def test_omitted_candidates_are_those_that_the_program_refuses(spec, program):
     candidates = list(make_space(spec.choices, spec.to_workload().model, spec.custom_knobs))
     assert len(candidates) == 3 * 2 * 4 * 2 * 2 * 2 * 2 * 2
 

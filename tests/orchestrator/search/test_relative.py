@@ -65,7 +65,7 @@ def test_names_without_an_order_need_memory_by_the_square_of_their_number():
     assert peak < 100 * 400**2
 
 
-def test_what_knobs_usually_do_has_the_usual_order():
+def test_typical_effects_of_knobs_have_the_usual_order():
     sizes = gains([Candidate(micro_batch_size=size) for size in (16, 32, 64)])
     assert 1 < sizes[0] < sizes[1] < sizes[2] and sizes[2] / sizes[1] < sizes[1] / sizes[0], "with diminishing return"
     workers = [Loader(), Loader(num_workers=2, prefetch_factor=2), Loader(num_workers=8, prefetch_factor=2)]
@@ -103,7 +103,7 @@ def test_the_baseline_is_known_and_everything_else_is_uncertain():
         ("--lr", 0.1, None),
     ],
 )
-def test_names_of_own_knobs_say_what_they_usually_do(name, value, column):
+def test_names_of_custom_knobs_imply_their_typical_effects(name, value, column):
     assert column_of(name, value) == column
 
 
@@ -115,7 +115,7 @@ def test_names_of_own_knobs_say_what_they_usually_do(name, value, column):
         ((False, True), "--compile", "compile"),
     ],
 )
-def test_a_role_says_what_a_name_does_not(values, name, role):
+def test_a_role_adds_what_a_name_does_not_imply(values, name, role):
     """The same search, whether the option is called like the built-in knob or has its role."""
 
     def found(called, roles):
@@ -127,7 +127,7 @@ def test_a_role_says_what_a_name_does_not(values, name, role):
     assert found("--odd", {"--odd": role}) == found(name, {}) != found("--odd", {})
 
 
-def test_numbers_below_zero_have_places_too():
+def test_negative_numbers_have_places_too():
     values = [-4, -1, 0, 2]
     table = CandidateTable.of([dataclasses.replace(BASELINE, own=own(limit=value)) for value in values])
     (places,) = UnmodelledKnobs(table, [], flat_params).places.T
@@ -148,8 +148,8 @@ SHARES = MemoryShares(activations=0.4, weights=0.1, gradients=0.1, states=0.2)
 
 
 @pytest.mark.parametrize("kind", ["accelerator", "cpu"])
-def test_a_peak_that_was_taken_apart_predicts_other_micro_batches(kind):
-    """Activations grow with the micro-batch, the rest stays; a second peak says how far."""
+def test_a_decomposed_peak_predicts_other_micro_batches(kind):
+    """Activations grow with the micro-batch, the rest stays; a second peak shows how far."""
     sizes = [Candidate(micro_batch_size=size) for size in (2, 8, 32)]
     true = np.array([1.0, 2.2, 7.0])  # 0.6 + 0.2 per sample, in units of the first peak
     found = predictor(sizes, baseline=sizes[0], kind=kind)
@@ -163,7 +163,7 @@ def test_a_peak_that_was_taken_apart_predicts_other_micro_batches(kind):
     assert tight[0] > 0.9 and tight[1] < 0.5 and tight[2] < 0.01
 
 
-def test_what_zero_shards_and_what_it_leaves_is_known_from_the_parts():
+def test_the_parts_show_what_zero_shards_and_leaves():
     layouts = [Layout(dp_replicate=4), *(Layout(dp_shard=4, zero_stage=stage) for stage in (1, 2, 3))]
     candidates = [Candidate(layout=layout, micro_batch_size=8) for layout in layouts]
     found = predictor(candidates, baseline=candidates[0]).memory_given({0: SHARES}).after({0: 0.5}, (), ())
@@ -184,7 +184,7 @@ def test_what_zero_shards_and_what_it_leaves_is_known_from_the_parts():
         ({"activation_bytes": 200}, 100, False, None),  # untouched storage
     ],
 )
-def test_a_peak_is_taken_apart_by_what_was_counted(facts, peak, is_allocator, shares):
+def test_a_peak_is_decomposed_by_counted_bytes(facts, peak, is_allocator, shares):
     seen = ScriptFacts(parameter_bytes_local=10, gradient_bytes=10, optimizer_bytes=20, **facts)
     found = shares_of_peak(seen, peak, is_allocator=is_allocator)
     assert (found and dataclasses.astuple(found)) == (shares and pytest.approx(shares))
@@ -200,7 +200,7 @@ def test_the_search_is_better_than_tpe_where_memory_binds_and_where_it_does_not(
 
 
 def test_earlier_sweeps_of_the_same_script_teach_the_next():
-    """A custom knob of which nobody knows anything: the earlier sweep measured that a value halves the step."""
+    """A custom knob without known effects: the earlier sweep measured that a value halves the step."""
     candidates = [dataclasses.replace(BASELINE, own=own(engine=engine)) for engine in "abcd"]
     rng = random.Random(0)
     earlier = [
@@ -230,7 +230,7 @@ def test_a_program_is_the_same_whatever_trials_fill_in():
     assert not same_program(WORKLOAD, dataclasses.replace(WORKLOAD, seq_length=128))
 
 
-def test_gathering_weights_twice_in_the_place_of_once_sends_half_as_much_again():
+def test_gathering_weights_twice_instead_of_once_sends_half_as_much_again():
     layouts = [Layout(dp_shard=4, zero_stage=stage) for stage in (1, 3)]
     several = dataclasses.replace(WORKLOAD, global_batch_size=128)
     pairs = [
@@ -245,7 +245,7 @@ def test_layouts_count_without_a_cost_model():
     assert 1 > gains(spread)[0] > gains(spread)[1] > 0.5, "per device, what is sent costs"
 
 
-def test_plan_orders_scripts_and_says_by_what(tmp_path, monkeypatch):
+def test_plan_orders_scripts_and_names_the_criterion(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("print('step')\n", encoding="utf-8")
     content = {
         "name": "script",

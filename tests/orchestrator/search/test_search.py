@@ -79,7 +79,7 @@ def test_every_legal_candidate_is_proposed_exactly_once_then_nothing(sampler):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_a_restarted_search_goes_on_as_if_nothing_had_happened(sampler):
+def test_a_restarted_search_continues_as_if_undisturbed(sampler):
     whole, events = run(Search(CANDIDATES, features=features, sampler=sampler, seed=5), 16)
     half = events[: 1 + 3 * 9]
     resumed, _ = run(Search(CANDIDATES, features=features, sampler=sampler, seed=5), 16, events=half)

@@ -1,4 +1,4 @@
-"""The benchmark of the samplers, on published problems: whole, damaged, and of devices that nobody knows."""
+"""The benchmark of the samplers, on published problems: whole, damaged, and of unknown devices."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ TABLES = {
     "nothing out of memory": [row for row in ROWS if row["oom"] != "true"],
     "repeated": [*ROWS, *({**row, "id": row["id"] + "-again"} for row in ROWS)],
     "rates only": [{**row, "step_time_s": "", "tokens_per_s_per_gpu": rate(row)} for row in ROWS],
-    "a device nobody knows": [{**row, "gpu": "Quux 9000"} for row in ROWS],
+    "an unknown device": [{**row, "gpu": "Quux 9000"} for row in ROWS],
     "mixtures of experts": [{**row, "moe": "experts of some kind"} for row in ROWS],
 }
 
@@ -49,13 +49,13 @@ def search(rows, tmp_path, capsys, *options):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.representative("blanks", "a device nobody knows", "mixtures of experts")
+@pytest.mark.representative("blanks", "an unknown device", "mixtures of experts")
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_is_searched_to_its_best(name, tmp_path, capsys):
     (problem,) = search(TABLES[name], tmp_path, capsys, "--samplers", "guided", "--no-transfer")["problems"]
     assert (problem["problem"], list(problem["samplers"])) == (NAME, ["guided"])
     assert 1 <= problem["samplers"]["guided"]["trials_to_2pct"] <= problem["size"]
-    is_modelled = name not in ("a device nobody knows", "mixtures of experts")
+    is_modelled = name not in ("an unknown device", "mixtures of experts")
     assert is_modelled == (problem.get("notes") is None)
     if is_modelled:
         assert problem["samplers"]["guided"]["trials_to_2pct"] <= 4
@@ -96,7 +96,7 @@ def test_published_problems_are_solved_within_few_trials_from_nothing():
     assert np.mean(trials) <= 4
 
 
-def test_a_later_sweep_knows_the_trials_of_earlier_ones_and_nothing_else():
+def test_a_later_sweep_learns_only_from_trials_of_earlier_ones():
     problems = [problem for problem in load_problems(TABLE) if problem.source == "vtrain-single"]
     (first, alone), (second, taught) = in_sequence(problems, "unseen", 0)
     assert alone.history == {}

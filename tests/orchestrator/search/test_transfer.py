@@ -62,7 +62,7 @@ def test_the_second_sweep_expects_better_and_needs_no_more_trials(second, tmp_pa
     assert second.summary.to_json()["learned_from"] == learned_from
 
 
-def test_a_resumed_sweep_proposes_the_same_whatever_became_of_the_store(second, taught, tmp_path):
+def test_a_resumed_sweep_proposes_the_same_for_any_state_of_the_store(second, taught, tmp_path):
     folder = tmp_path / "home" / "sweeps" / "second"
     with Ledger(taught / "home" / "sweeps" / "second") as old, Ledger(folder) as new:
         for name in ("sweep_yaml", "tracking", "transfer"):
@@ -85,14 +85,14 @@ def test_a_resumed_sweep_proposes_the_same_whatever_became_of_the_store(second, 
     ],
     ids=["off", "another sampler", "another machine", "more nodes"],
 )
-def test_only_what_compares_is_learned_and_only_when_wanted(path, value, second, taught, tmp_path):
+def test_only_comparable_trials_are_learned_from_and_only_if_configured(path, value, second, taught, tmp_path):
     content = changed(copy.deepcopy(OTHER), ("name",), tmp_path.name.replace("_", "-"))
     content["budget"] = {"max_trials": 1}
     state = submit(taught, changed(content, path, value)).state
     assert state.sweep.num_earlier_trials == 0
 
 
-def test_a_damaged_store_costs_only_what_could_be_learned(tmp_path, caplog):
+def test_a_damaged_store_only_loses_earlier_trials(tmp_path, caplog):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "mlflow.db").write_bytes(b"no database" * 1000)
     with caplog.at_level(logging.WARNING):
@@ -101,7 +101,7 @@ def test_a_damaged_store_costs_only_what_could_be_learned(tmp_path, caplog):
     assert "cannot learn from earlier sweeps" in caplog.text
 
 
-def test_what_is_learned_is_a_value_that_survives_json():
+def test_earlier_trials_survive_json():
     known = EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), measured(0.1))
     gone = EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), failures()["oom"])
     assert known.step_time_s == pytest.approx(0.1)
@@ -113,6 +113,6 @@ def test_what_is_learned_is_a_value_that_survives_json():
     assert not same_hardware({"hardware": "a"}, {"hardware": "b"})
 
 
-def test_no_store_no_question(tmp_path):
+def test_a_missing_store_is_not_created(tmp_path):
     assert controller.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty"), Objective()) == ()
     assert not (tmp_path / "empty").exists()

@@ -31,7 +31,7 @@ def own_spaces(draw):
 
 
 @given(own_spaces())
-def test_choices_without_effect_are_left_out_and_equal_ones_are_one(knobs):
+def test_choices_without_effect_are_omitted_and_equal_ones_merged(knobs):
     ordered = in_order(knobs)
     found = set(combinations(ordered))
     for own in found:
@@ -53,7 +53,7 @@ def own(**values):
     return Candidate(own=tuple(CustomChoice(name=name, value=value) for name, value in sorted(values.items())))
 
 
-def test_they_are_part_of_the_space_and_of_every_name():
+def test_custom_knobs_are_part_of_the_space_and_of_every_name():
     knobs = in_order(
         (CustomKnob(name="--x", values=(1, 2)), CustomKnob(name="y", values=("a", "b"), when=(("--x", (2,)),)))
     )
@@ -71,7 +71,7 @@ def _choices(*, single=False):
     return values if single else {name: (value,) for name, value in values.items()}
 
 
-def test_patterns_speak_of_them():
+def test_patterns_may_contain_custom_knobs():
     filters = Filters(forbid=({"e": ("x",)},), require=({"e": ("x", "y", INHERITED)},))
     broken = {e: [v.rule_id for v in check(own(e=e), WORKLOAD, None, filters)] for e in ("x", "y", "z")}
     assert broken == {"x": ["forbid.0"], "y": [], "z": ["require.0"]}

@@ -240,8 +240,8 @@ def test_accumulating_gradients_is_not_compared_with_one_micro_batch():
     assert not dominates_memory(large, small, global_batch_size=2)
 
 
-def test_what_is_inferred_is_no_evidence():
-    """A pruned candidate prunes nothing of its own: only its witness's own dominators go."""
+def test_inferred_outcomes_are_no_evidence():
+    """A pruned candidate prunes nothing itself: only its witness's own dominators go."""
     small, middle, large = (Candidate(micro_batch_size=size) for size in (1, 2, 4))
     found = pruned([small, middle, large], [middle])
     assert set(found) == {middle, large}

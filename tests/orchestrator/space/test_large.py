@@ -1,4 +1,4 @@
-"""Spaces too large to enumerate: said so, drawn from by the cost model or at random, and searched."""
+"""Spaces too large to enumerate: reported, drawn from by the cost model or at random, and searched."""
 
 import functools
 import io
@@ -84,7 +84,7 @@ def run(search, made, num_trials):
     return fold(events), reasons
 
 
-def test_the_plan_of_a_space_too_large_to_enumerate_says_so_and_holds_a_legal_part_of_it(made):
+def test_the_plan_of_a_huge_space_reports_it_and_holds_a_legal_sample(made):
     assert made.product_size > 20_000_000
     assert f"too large to enumerate: {made.product_size:,} combinations" in made.too_large
     assert "sampled where the cost model predicts the best" in made.to_json(0)["too_large"]
@@ -110,7 +110,7 @@ def test_a_space_that_can_be_enumerated_is(made):
     assert small.too_large == ""
 
 
-def test_the_guide_goes_on_beyond_its_first_trials_and_conditional_tpe_over_the_whole_space(made, caplog):
+def test_the_guide_continues_beyond_the_sample_and_conditional_tpe_over_the_whole_space(made, caplog):
     guide = GuidedSearch(make_predictor(spec().to_workload(), made.candidates, TOPOLOGY))
 
     def search(sampler):
@@ -133,7 +133,7 @@ def test_the_guide_goes_on_beyond_its_first_trials_and_conditional_tpe_over_the_
             assert not set(tried[1:]) <= set(made.candidates), "not only what was drawn"
 
 
-def test_what_an_out_of_memory_outcome_rules_out_is_not_proposed_from_beyond_the_sample_either(made):
+def test_candidates_ruled_out_by_out_of_memory_are_not_proposed_from_beyond_the_sample(made):
     state, _ = run(Search(made.candidates, features=flat_params, sampler="tpe", seed=1, beyond=made.beyond), made, 40)
     seen = []
     for trial in state.trials:
@@ -146,7 +146,7 @@ def test_what_an_out_of_memory_outcome_rules_out_is_not_proposed_from_beyond_the
     assert seen
 
 
-def test_looking_up_the_knobs_of_a_candidate_finds_it(made):
+def test_a_candidate_is_found_by_its_knobs(made):
     encoder = _Space(feature_columns(made.candidates, flat_params))
     lookup = Lookup(made.beyond, flat_params, encoder.encode, encoder.spans)
     rng = random.Random(0)
@@ -154,7 +154,7 @@ def test_looking_up_the_knobs_of_a_candidate_finds_it(made):
         assert lookup.nearest(encoder.encode(flat_params(candidate)), rng) == candidate
 
 
-def test_knobs_without_effect_are_told_apart_by_what_makes_them_so(made):
+def test_knobs_without_effect_follow_from_the_knobs_that_disable_them(made):
     for candidate in made.candidates[:300]:
         idle = without_effect(candidate)
         assert ("schedule" in idle) == (candidate.layout.pp == 1)
@@ -185,8 +185,8 @@ def test_a_sweep_over_a_space_too_large_to_enumerate_finishes(tmp_path, monkeypa
     assert all(trial.expected is not None for trial in result.state.trials[1:])
 
 
-def test_the_plan_shown_says_that_the_space_is_too_large(made):
+def test_the_shown_plan_reports_that_the_space_is_too_large(made):
     shown = " ".join(shown_text(render_plan(made)).split())
     assert f"{len(made.candidates):,} legal candidates drawn" in shown
     assert made.too_large in shown
-    assert "alike" not in shown, "nobody counted"
+    assert "alike" not in shown, "they were not counted"

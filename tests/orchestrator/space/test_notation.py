@@ -26,9 +26,9 @@ def test_every_word_of_any_name_is_explained():
     for number in range(1500):
         own = (CustomChoice(name="--opt", value="a b" * (number % 20 + 1)), CustomChoice(name="f:x.opt", value=True))
         candidate = dataclasses.replace(random_candidate(rng), own=own[: number % 3])
-        name, told = short_name(candidate), spelled(candidate)
+        name, signs = short_name(candidate), spelled(candidate)
         rest = name
-        for sign, meaning in told:
+        for sign, meaning in signs:
             assert meaning
             assert rest.lstrip(" +").startswith(sign.lstrip("+")), (rest, sign)
             rest = rest.lstrip(" +")[len(sign.lstrip("+")) :]
@@ -41,7 +41,7 @@ def test_every_word_of_any_name_is_explained():
     }  # a backend of torch.compile other than its own
 
 
-def test_what_names_share_is_said_once():
+def test_common_parts_of_names_are_shown_once():
     first, second = Candidate(), Candidate(micro_batch_size=2)
     assert names_apart([first, second]) == (["mbs1", "mbs2"], "dp1 O0")
     assert names_apart([first, first]) == (["as above", "as above"], "dp1 mbs1 O0")

@@ -1,4 +1,4 @@
-"""Every rule fires exactly when its arithmetic says so, and agrees with what the runner refuses."""
+"""Every rule fires exactly when its arithmetic requires, and agrees with what the runner refuses."""
 
 import dataclasses
 import random
@@ -273,7 +273,7 @@ BROKEN_WHEN = {
 
 @settings(max_examples=400, deadline=None)
 @given(CANDIDATES, WORKLOADS)
-def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workload):
+def test_every_rule_fires_exactly_when_its_arithmetic_requires(candidate, workload):
     found = broken(candidate, workload)
     for rule_id, expected in BROKEN_WHEN.items():
         assert (rule_id in found) == bool(expected(candidate, workload)), rule_id
@@ -283,7 +283,7 @@ OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
 """Rules that Llamas cannot break; see tests/trials/test_own_modules.py, and below."""
 
 
-def test_every_rule_is_put_to_the_test():
+def test_every_rule_is_tested():
     awkward = dataclasses.replace(
         WORKLOAD,
         seq_length=30,
@@ -396,7 +396,7 @@ def test_kernels_of_liger_run_on_cuda_only(kind):
 
 
 @given(CANDIDATES, WORKLOADS, NODES)
-def test_rules_keep_their_promise_about_what_they_read(candidate, workload, nodes):
+def test_layout_rules_read_only_the_layout(candidate, workload, nodes):
     other = Candidate(layout=candidate.layout, micro_batch_size=candidate.micro_batch_size)
     on_layout = {rule.id for rule in RULES if rule.is_on_layout}
     where = topology(*nodes)

@@ -107,7 +107,7 @@ def test_parameters_are_scalars(candidate):
     assert all(isinstance(value, bool | int | float | str) for value in params.values())
 
 
-def test_diff_tells_baseline_and_candidate():
+def test_diff_has_the_values_of_baseline_and_candidate():
     fast = Candidate(micro_batch_size=4, precision=Precision(level="O1", dtype="bfloat16"))
     assert diff(fast, Candidate()) == {"micro_batch_size": (1, 4), "precision": ("O0", "O1-bf16")}
 
@@ -190,7 +190,7 @@ def test_enumeration_is_the_product_without_duplicates(space):
     assert (len(made), made.num_duplicates) == (len(found), len(everything) - len(found))
 
 
-def test_enumeration_has_a_fixed_order_and_tells_knob_values(tmp_path):
+def test_enumeration_has_a_fixed_order_and_round_trips_knob_values(tmp_path):
     few = {"attention": ["auto"], "offload_activations": [False], "loss_chunks": [1], "pin_memory": [True]}
     spec = load_sweep(write(tmp_path, {**FULL, "space": FULL["space"] | few}))
     found = list(space_of(spec))

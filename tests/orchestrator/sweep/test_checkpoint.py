@@ -112,7 +112,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), restarts=st.booleans())
-def test_a_copy_and_the_events_after_it_give_the_state_of_all_events(
+def test_a_copy_and_later_events_give_the_state_of_all_events(
     tmp_path_factory: pytest.TempPathFactory, seed: int, share: list[float], restarts: bool
 ) -> None:
     rng = random.Random(seed)
@@ -136,7 +136,7 @@ def test_a_proof_survives_being_copied(tmp_path: Path, conclusion: typing.Any) -
             assert read_snapshot(ledger).state == fold(events)
 
 
-def test_whatever_people_ask_for_at_every_look_is_counted_along() -> None:
+def test_figures_shown_at_every_look_are_counted_incrementally() -> None:
     state = fold(story(random.Random(4), 200))
     counts: dict[str, int] = {}
     for trial in state.searched():
@@ -178,7 +178,7 @@ def test_status_unpacks_only_the_trials_that_it_names(tmp_path: Path, monkeypatc
     assert len(unpacked) == 2, "the baseline's block, and the last one for the faults in a row"
 
 
-def test_only_blocks_with_news_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_blocks_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[int]] = []
     put = Ledger.put_checkpoint
     monkeypatch.setattr(
@@ -244,7 +244,7 @@ with Ledger(Path(sys.argv[1])) as ledger:
 """
 
 
-def test_a_copy_bears_the_version_of_the_code_that_made_it_also_where_that_was_updated_since(tmp_path: Path) -> None:
+def test_a_copy_has_the_version_of_its_code_even_after_an_update(tmp_path: Path) -> None:
     events = list(story(random.Random(4), 5))
     with Ledger(tmp_path) as ledger:
         for event in events:
@@ -253,7 +253,7 @@ def test_a_copy_bears_the_version_of_the_code_that_made_it_also_where_that_was_u
         assert checkpoint.read(ledger)[0] == len(events)
 
 
-def test_a_controller_that_was_replaced_leaves_the_copy_of_its_successor_alone(tmp_path: Path) -> None:
+def test_a_replaced_controller_does_not_change_the_copy_of_its_successor(tmp_path: Path) -> None:
     events = list(story(random.Random(5), 2 * BLOCK_SIZE))
     cut = len(events) // 2
     epoch = max(event.epoch for event in events if isinstance(event, ControllerStarted)) + 1

@@ -159,7 +159,7 @@ def test_damage_anywhere_in_the_file_ends_no_command_in_a_traceback_exhaustively
     check_bytes(whole, tmp_path, seed, READING)
 
 
-def test_a_ledger_whose_last_events_are_gone_is_not_taken_for_whole(whole, tmp_path):
+def test_a_ledger_without_its_last_events_is_not_considered_complete(whole, tmp_path):
     def cut(db):
         last = db.execute("SELECT max(seq) FROM events").fetchone()[0]
         db.execute("DELETE FROM events WHERE seq > ?", (last - 2,))

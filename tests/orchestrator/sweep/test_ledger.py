@@ -56,7 +56,7 @@ def test_events_cannot_be_changed_or_deleted(tmp_path):
         assert len(list(ledger.events())) == 1
 
 
-def test_what_follows_is_what_is_stored_whoever_wrote_it(tmp_path):
+def test_readers_see_what_is_stored_by_any_writer(tmp_path):
     with Ledger(tmp_path) as ledger, Ledger(tmp_path) as other:
         for writer in (ledger, ledger, other, ledger, ledger, other):
             writer.append(STORY[len(list(ledger.entries()))])
@@ -97,7 +97,7 @@ def test_a_second_ledger_object_in_this_process_is_refused_too(tmp_path):
         other.close()
 
 
-def test_missing_ledgers_are_not_made_by_reading(tmp_path):
+def test_reading_does_not_create_missing_ledgers(tmp_path):
     with pytest.raises(LookupError):
         Ledger.open_existing(tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -151,7 +151,7 @@ def test_an_unknown_event_in_the_file_is_named(tmp_path):
             list(ledger.events())
 
 
-def test_requests_wait_for_whoever_takes_them(tmp_path):
+def test_requests_wait_until_taken(tmp_path):
     with Ledger(tmp_path) as controller, Ledger(tmp_path) as other:
         assert controller.requests(0) == []
         first = other.add_request({"action": "pause"}, by="eve@host", at_s=1.0)
@@ -167,7 +167,7 @@ def started(epoch):
     return ControllerStarted(at_s=1.0, epoch=epoch, pid=1, host="host")
 
 
-def test_a_controller_that_was_replaced_can_store_nothing_more(tmp_path):
+def test_a_replaced_controller_can_store_nothing_more(tmp_path):
     with Ledger(tmp_path) as old, Ledger(tmp_path) as new:
         old.append(created())
         old.append(started(1))
@@ -182,7 +182,7 @@ def test_a_controller_that_was_replaced_can_store_nothing_more(tmp_path):
         assert [entry.seq for entry in new.entries()] == [1, 2, 3, 4, 5], "what is refused leaves no gap"
 
 
-def test_who_holds_a_ledger_can_be_told_from_outside(tmp_path):
+def test_holders_of_a_ledger_are_visible_from_outside(tmp_path):
     with Ledger(tmp_path) as ledger, Ledger(tmp_path) as other:
         assert not other.is_held()
         with ledger.hold():
@@ -214,7 +214,7 @@ def test_a_ledger_can_be_read_while_it_is_written_and_on_a_read_only_disk(tmp_pa
 
 @pytest.mark.parametrize("is_left", [False, True], ids=["closed", "controller killed"])
 def test_a_ledger_on_a_full_disk_can_be_read(tmp_path, is_left):
-    """SQLite itself needs room for an index beside the file, and to take in what a controller has left in the log."""
+    """SQLite itself needs room for an index next to the file, and to take in what a controller has left in the log."""
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "sweep"
         ledger = Ledger(folder)
@@ -252,7 +252,7 @@ def test_documents_come_back_as_they_were_and_lacking_keys_have_their_defaults(t
             HeldNodes.read(ledger)
 
 
-def test_going_backwards_reads_no_further_than_is_asked_for(tmp_path, monkeypatch):
+def test_reading_backwards_reads_no_further_than_requested(tmp_path, monkeypatch):
     decoded, decode = [], Ledger._decode
     monkeypatch.setattr(Ledger, "_decode", lambda self, seq, body: (decoded.append(seq), decode(self, seq, body))[1])
     with Ledger(tmp_path) as ledger:

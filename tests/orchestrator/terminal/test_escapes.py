@@ -1,4 +1,4 @@
-"""What programs, files and stores say reaches terminals without characters that could command them."""
+"""Text of programs, files and stores reaches terminals without control characters."""
 
 import dataclasses
 import io

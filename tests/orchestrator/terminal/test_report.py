@@ -44,7 +44,7 @@ def progress(phase: str, step: int) -> GangProgress:
     return GangProgress(attempt_id="a", token="t", phase=phase, step=step)
 
 
-def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
+def test_shown_commands_can_be_typed_verbatim(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/some where/tune-cluster"])
     monkeypatch.setenv("PATH", "/nowhere")
     called = Invocation.current(Path("other"))

@@ -157,7 +157,7 @@ RECORD = {
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_no_sweep_shows_fits_too(seen, width):
+def test_other_tables_fit_too(seen, width):
     estimate = DryRunEstimate(stages=(stage(0), stage(1)))
     failed = RunFailure(reason="unsupported", message="an operator that nothing can simulate, named at some length")
     pairs = {"recompute": (r"full:40 ~feed_forward\.mul:40 and much more of it", "none")}
@@ -184,7 +184,7 @@ def test_a_dry_run_of_split_experts_shows_the_worst_split_of_tokens_too():
     assert "gets them all" not in text(render_dry_runs([verdict(even)]), 120)
 
 
-def test_what_is_left_out_is_said_and_text_is_cut_last():
+def test_omitted_columns_are_reported_and_text_is_cut_last():
     columns = (
         Column(title="trial"),
         Column(title="configuration", min_width=10),
@@ -204,7 +204,7 @@ def test_what_is_left_out_is_said_and_text_is_cut_last():
     assert text(table, 16).splitlines()[2] == "t000   …  10,000"
 
 
-def test_a_cell_stays_on_its_line_whatever_it_holds():
+def test_any_cell_stays_on_one_line():
     table = FittedTable(columns=(Column(title="a"), Column(title="b", min_width=5)))
     table.add_row(Text("one\ntwo"), "\x1b[31mred\nsecond 表表表表表表表表表表表")
     shown = text(table, 24).splitlines()

@@ -89,7 +89,7 @@ def home(folder):
 
 
 @pytest.mark.parametrize("favourite", ["b", "d"])
-def test_the_first_proposal_is_what_earlier_runs_favour(tmp_path, store, favourite):
+def test_the_first_proposal_is_the_favourite_of_earlier_runs(tmp_path, store, favourite):
     """The runs are of a machine ten times as fast: only how they compare with each other counts."""
     for engine in "abcd":
         for tile in (8, 16):
@@ -190,7 +190,7 @@ def test_bad_input_is_refused_with_key_and_remedy(tmp_path, store, case):
     assert not isinstance(refused.value, ServiceError) and "sweep.yaml:" in str(refused.value)
 
 
-def test_the_command_line_refuses_before_anything_is_started(tmp_path, store):
+def test_the_command_line_refuses_bad_input_before_starting(tmp_path, store):
     file = write(tmp_path, content(tmp_path, store))
     result = run("submit", file, "--home", tmp_path / "home", "--no-check")
     assert result.exit_code == 2 and "no experiment 'trainings'" in result.output
@@ -208,7 +208,7 @@ def test_other_samplers_refuse_it(tmp_path, store):
 
 
 def test_with_a_cost_model_too_the_runs_count_and_prove_nothing(tmp_path, store):
-    """Decoders on a simulated cluster: built-in knobs, of which the cost model has an opinion of its own."""
+    """Decoders on a simulated cluster: built-in knobs, which the cost model predicts too."""
     for size in (1, 2, 4):
         for recompute in ("none", "full"):
             speed = 1e4 * (1.5 if (size, recompute) == (1, "none") else 1.0)

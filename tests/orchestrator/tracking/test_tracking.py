@@ -3,9 +3,11 @@ import logging
 import os
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from orchestrator.sweep.ledger import PLAN, Ledger, MeasuredProgram, Recorded
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking import run_records
-from orchestrator.tracking.mlflow_tracker import CURSOR, Tracker
+from orchestrator.tracking.mlflow_tracker import CURSOR, ClientWriter, Tracker
+from orchestrator.tracking.run_writer import SqliteWriter
 from tests.support.long_story import START_S, all_kinds, events, fill, speeds
 from tests.support.mlflow_store import new_store
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
@@ -190,6 +193,49 @@ def test_the_result_does_not_depend_on_when_it_was_written(ledger: Ledger, tmp_p
     assert [r.info.status for r in one.trials] == [r.info.status for r in other.trials]
 
 
+def test_rows_of_the_database_equal_those_of_mlflows_client(ledger: Ledger, tmp_path: Path):
+    """The client writes to a database whose tables have an unknown column."""
+    story = events(all_kinds())
+    again = [launched(0, attempt=1, at_s=START_S + 900), ended(0, measured(0.07), attempt=1, at_s=START_S + 940)]
+    state = fill(ledger, [*story, *again])
+    found = []
+    for name in ("direct", "client"):
+        (tmp_path / name).mkdir()
+        uri = new_store(tmp_path / name)
+        with closing(sqlite3.connect(tmp_path / name / "mlflow.db")) as db:
+            if name == "client":
+                db.execute("ALTER TABLE runs ADD COLUMN later INTEGER")
+        ledger.advance(CURSOR, 0)
+        tracker = Tracker(uri)
+        tracker.sync(ledger, state)
+        assert isinstance(tracker._runs_writer, ClientWriter if name == "client" else SqliteWriter)
+        recording = Recording(uri)
+        text = json.dumps(recording.everything(), sort_keys=True)
+        for place, run in enumerate((*recording.sweeps, *recording.trials, *recording.checks)):
+            files = [file.path for file in recording.client.list_artifacts(run.info.run_id)]
+            text = f"{text}\n{run.info.run_id} {run.data.tags['tc.role']} {files}".replace(
+                run.info.run_id, f"run {place}"
+            )
+        found.append(text.replace(str(tmp_path / name), ""))
+    assert found[0] == found[1]
+
+
+def test_a_deleted_run_or_store_is_not_written_to(ledger: Ledger, uri: str, tmp_path: Path):
+    tracker = Tracker(uri)
+    state = fill(ledger, [created(), proposed(0), launched(0)])
+    assert tracker.sync(ledger, state) == 3
+    run = tracker.find_run(state, 0)
+    assert run is not None
+    tracker.client().delete_run(run)
+    state = fill(ledger, [ended(0, measured())])
+    assert tracker.sync(ledger, state) == 0
+    assert tracker.client().get_run(run).info.status == "RUNNING"
+    (tmp_path / "mlflow.db").unlink()
+    with pytest.raises(sqlite3.OperationalError):
+        SqliteWriter(tmp_path / "mlflow.db", ClientWriter(tracker.client())).can_write()
+    assert not (tmp_path / "mlflow.db").exists()
+
+
 def test_another_attempt_stays_in_the_same_run(ledger: Ledger, uri: str):
     story = events([failures("node died")["gang_lost"]], finished=False)
     again = [launched(0, attempt=1, at_s=START_S + 30), ended(0, measured(0.1), attempt=1, at_s=START_S + 40)]
@@ -214,7 +260,7 @@ def test_two_sweeps_of_one_name_do_not_mix(tmp_path: Path, uri: str):
     assert (len(recording.sweeps), len(recording.trials)) == (2, 2)
 
 
-def test_mlflow_being_away_delays_and_loses_nothing(
+def test_an_unavailable_mlflow_delays_and_loses_nothing(
     ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "store").write_text("a file where a folder should be")
@@ -249,7 +295,7 @@ def test_a_store_that_fails_is_one_message_and_no_traceback_of_mlflow(
         raise PermissionError(13, "Permission denied", str(tmp_path / "missing"))
 
 
-def test_a_dead_server_holds_up_nothing(ledger: Ledger, caplog: pytest.LogCaptureFixture):
+def test_a_dead_server_blocks_nothing(ledger: Ledger, caplog: pytest.LogCaptureFixture):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -260,20 +306,20 @@ def test_a_dead_server_holds_up_nothing(ledger: Ledger, caplog: pytest.LogCaptur
     assert "secret" not in caplog.text
 
 
-def test_an_error_half_way_keeps_what_was_written(ledger: Ledger, uri: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_midway_keeps_what_was_written(ledger: Ledger, uri: str, monkeypatch: pytest.MonkeyPatch):
     """A store that fails now and then, at any call, ends up as if it had not."""
     story = events(all_kinds())
     state = fill(ledger, story)
-    real, calls = MlflowClient.log_batch, 0
+    real, calls = SqliteWriter._write_rows, 0
 
-    def flaky(self: MlflowClient, *args: Any, **kwargs: Any) -> Any:
+    def flaky(self: SqliteWriter) -> None:
         nonlocal calls
         calls += 1
         if calls % 3 == 0:
             raise OSError("database is locked")
-        return real(self, *args, **kwargs)
+        real(self)
 
-    monkeypatch.setattr(MlflowClient, "log_batch", flaky)
+    monkeypatch.setattr(SqliteWriter, "_write_rows", flaky)
     tracker, rounds = Tracker(uri), 0
     while ledger.cursor(CURSOR) < len(story) and rounds < 30:
         tracker.sync(ledger, state)
@@ -313,7 +359,7 @@ def test_experiments_of_other_models_are_named_after_their_shape():
         assert run_records.experiment_name(created(workload=workload)) == name
 
 
-def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path: Path):
+def test_a_guided_sweep_records_reason_and_prediction_of_every_trial(tmp_path: Path):
     state = submit(tmp_path, {**SWEEP, "search": {"early_stop": "off"}}).state
     recording = Recording(home(tmp_path).default_tracking_uri)
     assert len(recording.trials) == len(state.trials) > 3
@@ -336,7 +382,7 @@ def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path:
             )
 
 
-def test_names_of_own_knobs_are_such_as_mlflow_takes():
+def test_names_of_custom_knobs_are_valid_in_mlflow():
     from mlflow.utils.validation import _validate_param
 
     names = ("$OMP_NUM_THREADS", "--tp-comm-overlap", "config:zero_optimization.overlap_comm", "width")
@@ -349,8 +395,8 @@ def test_names_of_own_knobs_are_such_as_mlflow_takes():
 
 
 @pytest.mark.exhaustive
-def test_two_sweeps_that_begin_in_an_empty_home_share_one_whole_store(tmp_path: Path):
-    """MLflow's migrations know no lock: made twice at once, the store could never be used again."""
+def test_two_sweeps_starting_in_an_empty_home_share_one_complete_store(tmp_path: Path):
+    """MLflow's migrations take no lock: made twice at once, the store could never be used again."""
     uri = f"sqlite:///{tmp_path}/für alle/mlflow.db"
     code = f"from orchestrator.tracking.mlflow_tracker import Tracker; Tracker({uri!r}).client()"
     started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]

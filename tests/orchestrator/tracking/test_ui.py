@@ -40,8 +40,8 @@ def members(group: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_server_comes_up_shows_its_page_and_goes_without_a_trace(tmp_path: Path):
-    """SIGTERM is told to the server's loop as what Ctrl-C gives."""
+def test_the_server_starts_shows_its_page_and_ends_without_a_trace(tmp_path: Path):
+    """SIGTERM reaches the server's loop as the exception of Ctrl-C."""
     port = free_port()
     command = [sys.executable, "-c", SERVE, new_store(tmp_path), str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path) as child:
@@ -70,7 +70,7 @@ def _look_at(child: subprocess.Popen[str], port: int) -> int:
     return server
 
 
-def test_a_taken_port_is_refused(tmp_path: Path):
+def test_a_port_in_use_is_refused(tmp_path: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -84,7 +84,7 @@ def test_a_server_needs_no_other_server():
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_opened_is_said(tmp_path: Path):
+def test_an_unopenable_store_is_reported(tmp_path: Path):
     (tmp_path / "blocked").write_text("")
     with pytest.raises(ConfigError, match="exited with status"):
         serve(f"sqlite:///{tmp_path}/blocked/mlflow.db", port=free_port())

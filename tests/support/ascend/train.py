@@ -1,6 +1,6 @@
-"""Run by tests in a process of its own, with this folder on the path: one rank of a trial of ours.
+"""Run by tests in a separate process, with this folder on the path: one rank of a trial of ours.
 
-python train.py SPEC ANSWER        reads a TrialSpec as JSON, writes the report and what was asked of the device
+python train.py SPEC ANSWER        reads a TrialSpec as JSON, writes the report and the calls to the device
 """
 
 import json

@@ -17,11 +17,11 @@ from trials.script.command import with_hook
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 380
 SEEN = ("facts", "options")
-"""Events of what is seen in the program, beside its steps."""
+"""Events of what is seen in the program, except its steps."""
 
 
 @dataclass
-class Told:
+class HookedRun:
     """What one rank reported, and printed."""
 
     lines: list[dict[str, Any]]
@@ -56,7 +56,7 @@ class Told:
 
 def launch(
     argv: list[str], folder: Path, *, ranks: int = 1, hook: bool = True, python: str = sys.executable, **env: str
-) -> list[Told]:
+) -> list[HookedRun]:
     """Start ``argv`` once per rank under torchrun's variables, and wait.
 
     Args:
@@ -86,7 +86,7 @@ def launch(
             process.kill()
             process.wait()
     return [
-        Told(_lines(folder / f"rank{rank}.jsonl"), process.returncode, *printed[rank])
+        HookedRun(_lines(folder / f"rank{rank}.jsonl"), process.returncode, *printed[rank])
         for rank, process in enumerate(started)
     ]
 

@@ -1,4 +1,4 @@
-"""The hook in a Python without any framework: what it hides still runs, errors and stacks are told, nothing breaks."""
+"""The hook in a Python without any framework: hidden files still run, errors and stacks are reported."""
 
 import ast
 import os
@@ -13,30 +13,30 @@ from tests.trials.script.hooked import launch
 from trials.script.command import HOOK_FOLDER, with_hook
 
 
-def test_the_error_that_ends_the_program_is_told_and_shown_as_before(tmp_path):
+def test_the_error_that_ends_the_program_is_reported_and_shown_as_before(tmp_path):
     program = "import threading\nclass Full(MemoryError): pass\nraise Full('device 0: ' + 'x' * 9000)"
     (bare,) = launch(["-c", program], tmp_path / "bare", hook=False)
-    (told,) = launch(["-c", program], tmp_path / "hooked")
-    assert (told.code, told.output, told.errors) == (bare.code, bare.output, bare.errors)
-    (error,) = told.events("error")
+    (traced,) = launch(["-c", program], tmp_path / "hooked")
+    assert (traced.code, traced.output, traced.errors) == (bare.code, bare.output, bare.errors)
+    (error,) = traced.events("error")
     assert error["type"] == "Full"
     assert error["message"].startswith("device 0: xxx")
-    assert told.events("end") == []
+    assert traced.events("end") == []
 
 
-def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(tmp_path):
+def test_an_error_is_reported_even_if_the_program_has_an_excepthook(tmp_path):
     program = "import sys\nsys.excepthook = lambda *a: print('mine')\nopen('/nowhere/at/all')"
-    (told,) = launch(["-c", program], tmp_path)
-    assert told.output == "mine\n"
-    assert [error["type"] for error in told.events("error")] == ["FileNotFoundError"]
+    (traced,) = launch(["-c", program], tmp_path)
+    assert traced.output == "mine\n"
+    assert [error["type"] for error in traced.events("error")] == ["FileNotFoundError"]
 
 
 @pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import sys; sys.exit('enough')", "raise KeyboardInterrupt"])
-def test_what_is_no_error_is_not_told(tmp_path, ending):
+def test_exits_that_are_no_errors_are_not_reported(tmp_path, ending):
     (bare,) = launch(["-c", ending], tmp_path / "bare", hook=False)
-    (told,) = launch(["-c", ending], tmp_path / "hooked", RANK="0")
-    assert (told.code, told.errors) == (bare.code, bare.errors)
-    assert [line["event"] for line in told.lines] == ["loaded"]
+    (traced,) = launch(["-c", ending], tmp_path / "hooked", RANK="0")
+    assert (traced.code, traced.errors) == (bare.code, bare.errors)
+    assert [line["event"] for line in traced.lines] == ["loaded"]
 
 
 def test_sitecustomize_and_usercustomize_of_the_program_run_as_before(tmp_path):
@@ -44,34 +44,34 @@ def test_sitecustomize_and_usercustomize_of_the_program_run_as_before(tmp_path):
     path = os.pathsep.join([with_hook(None), str(tmp_path)])
     program = "import sitecustomize; print(MINE, sitecustomize.__file__)"
     for report in (str(tmp_path), ""):
-        (told,) = launch(["-c", program], tmp_path, PYTHONPATH=path, TUNE_CLUSTER_REPORT=report)
-        assert told.output.split() == [str(tmp_path / "sitecustomize.py")] * 2
+        (traced,) = launch(["-c", program], tmp_path, PYTHONPATH=path, TUNE_CLUSTER_REPORT=report)
+        assert traced.output.split() == [str(tmp_path / "sitecustomize.py")] * 2
 
 
 def test_an_error_in_the_hidden_sitecustomize_is_shown_as_before(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("1 / 0")
     path = os.pathsep.join([with_hook(None), str(tmp_path)])
     (bare,) = launch(["-c", "print(1)"], tmp_path / "bare", hook=False, PYTHONPATH=str(tmp_path))
-    (told,) = launch(["-c", "print(1)"], tmp_path / "hooked", PYTHONPATH=path)
-    assert (told.code, told.output, told.errors) == (bare.code, bare.output, bare.errors)
-    assert "ZeroDivisionError" in told.errors
+    (traced,) = launch(["-c", "print(1)"], tmp_path / "hooked", PYTHONPATH=path)
+    assert (traced.code, traced.output, traced.errors) == (bare.code, bare.output, bare.errors)
+    assert "ZeroDivisionError" in traced.errors
 
 
 def test_outside_of_trials_the_hook_loads_nothing(tmp_path):
     program = "import sys; print([m for m in sys.modules if m.startswith('tune_cluster')])"
-    (told,) = launch(["-c", program], tmp_path, TUNE_CLUSTER_REPORT="")
-    assert told.output == "[]\n"
+    (traced,) = launch(["-c", program], tmp_path, TUNE_CLUSTER_REPORT="")
+    assert traced.output == "[]\n"
 
 
 def test_sigusr1_writes_stacks_and_the_program_goes_on(tmp_path):
     program = "import os, signal\ndef deep(): os.kill(os.getpid(), signal.SIGUSR1)\ndeep()\nprint('on')"
-    (told,) = launch(["-c", program], tmp_path, RANK="0")
-    assert told.output == "on\n"
-    assert "in deep" in told.errors
-    assert told.events("loaded")[0]["stack_signal"] is True
+    (traced,) = launch(["-c", program], tmp_path, RANK="0")
+    assert traced.output == "on\n"
+    assert "in deep" in traced.errors
+    assert traced.events("loaded")[0]["stack_signal"] is True
 
 
-def test_a_handler_that_is_there_already_stays(tmp_path):
+def test_an_existing_handler_stays(tmp_path):
     ignoring = f"import os, signal, sys; signal.signal({int(signal.SIGUSR1)}, signal.SIG_IGN)"
     ignoring += "; os.execv(sys.argv[1], sys.argv[1:])"
     env = os.environ | {"PYTHONPATH": with_hook(None), "TUNE_CLUSTER_REPORT": str(tmp_path), "RANK": "1"}
@@ -79,9 +79,9 @@ def test_a_handler_that_is_there_already_stays(tmp_path):
     assert '"stack_signal": false' in (tmp_path / "rank1.jsonl").read_text()
 
 
-def test_a_report_folder_that_is_gone_does_not_disturb(tmp_path):
-    (told,) = launch(["-c", "print('on')"], tmp_path, RANK="0", TUNE_CLUSTER_REPORT="/nowhere/at/all")
-    assert (told.code, told.output, told.errors) == (0, "on\n", "")
+def test_a_missing_report_folder_is_ignored(tmp_path):
+    (traced,) = launch(["-c", "print('on')"], tmp_path, RANK="0", TUNE_CLUSTER_REPORT="/nowhere/at/all")
+    assert (traced.code, traced.output, traced.errors) == (0, "on\n", "")
 
 
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.13"])

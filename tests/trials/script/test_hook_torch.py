@@ -1,4 +1,4 @@
-"""The hook in plain PyTorch programs that know nothing of it: steps, losses, facts, and the same output as without."""
+"""The hook in plain PyTorch programs unaware of it: steps, losses, facts, and the same output as without."""
 
 import json
 import math
@@ -19,15 +19,15 @@ PARAMETERS = 29216
 """Parameters of the model in ``plain_loop.py``, in four bytes each."""
 
 
-def steps_agree(told, *, count, source="hook:torch"):
+def steps_agree(traced, *, count, source="hook:torch"):
     """Every step once, with a time, the loss that the program printed, and memory."""
-    assert told.code == 0, told.errors
-    assert [step["step"] for step in told.steps] == list(range(1, count + 1))
-    assert {step["source"] for step in told.steps} == {source}
-    assert told.losses == pytest.approx(told.printed_losses, abs=1e-6)
-    assert all(0 < step["data_s"] < step["step_time_s"] < 60 for step in told.steps[1:])
-    assert all(1 << 26 < step["rss_bytes"] < 1 << 34 for step in told.steps)
-    assert told.events("note") == []
+    assert traced.code == 0, traced.errors
+    assert [step["step"] for step in traced.steps] == list(range(1, count + 1))
+    assert {step["source"] for step in traced.steps} == {source}
+    assert traced.losses == pytest.approx(traced.printed_losses, abs=1e-6)
+    assert all(0 < step["data_s"] < step["step_time_s"] < 60 for step in traced.steps[1:])
+    assert all(1 << 26 < step["rss_bytes"] < 1 << 34 for step in traced.steps)
+    assert traced.events("note") == []
 
 
 @pytest.mark.slow
@@ -35,8 +35,8 @@ def steps_agree(told, *, count, source="hook:torch"):
 def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
     argv = ["plain_loop.py", "--accum", "2", "--bf16", "--recompute", "full"]
     bare = launch(argv, tmp_path / "bare", ranks=2, hook=False)
-    told = launch(argv, tmp_path / "hooked", ranks=2)
-    for rank, before in zip(told, bare, strict=True):
+    traced = launch(argv, tmp_path / "hooked", ranks=2)
+    for rank, before in zip(traced, bare, strict=True):
         steps_agree(rank, count=4)
         assert rank.printed == before.printed
         assert {step["backward_passes"] for step in rank.steps} == {2}
@@ -56,7 +56,7 @@ def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
         tokens, block, head = 2 * 4 * 16, 2 * 32 * 128, 32 * 64
         assert rank.facts["flops_per_step"] == tokens * (6 * (3 * block + head) + 2 * 3 * block // 2)
         assert [step["step"] for step in rank.steps if step.get("watched")] == [2]
-    assert told[0].losses != told[1].losses
+    assert traced[0].losses != traced[1].losses
 
 
 @pytest.mark.slow
@@ -82,42 +82,42 @@ def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
 )
 def test_one_process(tmp_path, argv, facts):
     (bare,) = launch(["plain_loop.py", *argv], tmp_path / "bare", hook=False)
-    (told,) = launch(["plain_loop.py", *argv], tmp_path / "hooked")
-    steps_agree(told, count=4)
-    assert told.printed == bare.printed
-    assert told.facts == told.facts | facts
-    assert [step["step"] for step in told.steps if step.get("skipped")] == ([3] if "--overflow-at" in argv else [])
+    (traced,) = launch(["plain_loop.py", *argv], tmp_path / "hooked")
+    steps_agree(traced, count=4)
+    assert traced.printed == bare.printed
+    assert traced.facts == traced.facts | facts
+    assert [step["step"] for step in traced.steps if step.get("skipped")] == ([3] if "--overflow-at" in argv else [])
     if "--compile" in argv:
-        assert "layer_calls_per_forward" not in told.facts
+        assert "layer_calls_per_forward" not in traced.facts
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_parameters_that_are_sharded_are_seen_to_be(tmp_path):
-    for told in launch(["plain_loop.py", "--wrap", "fsdp2", "--recompute", "full"], tmp_path, ranks=2):
-        steps_agree(told, count=4)
-        assert told.facts["parameter_bytes_global"] == 4 * PARAMETERS == 2 * told.facts["parameter_bytes_local"]
-        assert told.facts["layer_calls_per_forward"] == 2
+def test_sharded_parameters_are_detected(tmp_path):
+    for traced in launch(["plain_loop.py", "--wrap", "fsdp2", "--recompute", "full"], tmp_path, ranks=2):
+        steps_agree(traced, count=4)
+        assert traced.facts["parameter_bytes_global"] == 4 * PARAMETERS == 2 * traced.facts["parameter_bytes_local"]
+        assert traced.facts["layer_calls_per_forward"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_two_processes_that_never_meet_are_seen_to_be_alone(tmp_path):
+def test_two_processes_that_never_meet_are_reported_as_single(tmp_path):
     for rank in "01":
-        (told,) = launch(["plain_loop.py"], tmp_path, LOCAL_RANK=rank)
-        assert told.code == 0
+        (traced,) = launch(["plain_loop.py"], tmp_path, LOCAL_RANK=rank)
+        assert traced.code == 0
     for path in (tmp_path / "rank0.jsonl", tmp_path / "rank1.jsonl"):
         assert '"world_size": 1' in path.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_model_that_nobody_can_look_into_costs_facts_only(tmp_path):
+def test_an_opaque_model_loses_only_its_facts(tmp_path):
     (bare,) = launch(["plain_loop.py", "--odd"], tmp_path / "bare", hook=False)
-    (told,) = launch(["plain_loop.py", "--odd"], tmp_path / "hooked")
-    assert (told.code, told.output, told.errors) == (0, bare.output, bare.errors)
-    assert told.losses == pytest.approx(told.printed_losses, abs=1e-6)
-    assert [note["text"] for note in told.events("note")] == [
+    (traced,) = launch(["plain_loop.py", "--odd"], tmp_path / "hooked")
+    assert (traced.code, traced.output, traced.errors) == (0, bare.output, bare.errors)
+    assert traced.losses == pytest.approx(traced.printed_losses, abs=1e-6)
+    assert [note["text"] for note in traced.events("note")] == [
         "hook model: RuntimeError: nobody looks at my modules",
         "hook parameters: RuntimeError: nobody looks at my children",
     ]
@@ -125,30 +125,30 @@ def test_a_model_that_nobody_can_look_into_costs_facts_only(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_disk_that_is_full_costs_the_report_only(tmp_path):
+def test_a_full_disk_loses_only_the_report(tmp_path):
     (bare,) = launch(["plain_loop.py"], tmp_path / "bare", hook=False)
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
-    (told,) = launch(["plain_loop.py"], tmp_path)
-    assert (told.code, told.output, told.errors) == (0, bare.output, bare.errors)
+    (traced,) = launch(["plain_loop.py"], tmp_path)
+    assert (traced.code, traced.output, traced.errors) == (0, bare.output, bare.errors)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_error_of_a_step_comes_after_the_steps_before_it(tmp_path):
-    (told,) = launch(["plain_loop.py", "--fail-at", "2"], tmp_path)
-    assert told.code == 1
-    assert [line.get("step", line.get("event")) for line in told.lines if line.get("event") not in SEEN] == [
+    (traced,) = launch(["plain_loop.py", "--fail-at", "2"], tmp_path)
+    assert traced.code == 1
+    assert [line.get("step", line.get("event")) for line in traced.lines if line.get("event") not in SEEN] == [
         "loaded",
         1,
         2,
         "error",
     ]
-    assert told.events("error")[0]["type"] == "MemoryError"
+    assert traced.events("error")[0]["type"] == "MemoryError"
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_ranks_that_the_program_starts_itself_are_told_apart(tmp_path):
+def test_ranks_started_by_the_program_are_distinguished(tmp_path):
     """Their number is known to their process group only."""
     program = """
 import os, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -165,8 +165,8 @@ if __name__ == "__main__":
 """
     script = tmp_path / "spawns.py"
     script.write_text(program)
-    (told,) = launch([str(script)], tmp_path, STORE=str(tmp_path / "store"))
-    assert told.code == 0, told.errors
+    (traced,) = launch([str(script)], tmp_path, STORE=str(tmp_path / "store"))
+    assert traced.code == 0, traced.errors
     for rank in (0, 1):
         text = (tmp_path / f"rank{rank}.jsonl").read_text()
         assert text.count('"step":') == 3
@@ -175,7 +175,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_loss_that_is_not_a_number_is_seen(tmp_path):
+def test_a_nan_loss_is_detected(tmp_path):
     program = """
 import torch
 weight = torch.nn.Parameter(torch.ones(2))
@@ -185,10 +185,10 @@ for _ in range(4):
     (weight**2).sum().backward()
     optimizer.step()
 """
-    (told,) = launch(["-c", program], tmp_path)
-    assert told.code == 0
-    assert not all(math.isfinite(loss) for loss in told.losses)
-    assert told.facts == told.facts | {"world_size": 1}
+    (traced,) = launch(["-c", program], tmp_path)
+    assert traced.code == 0
+    assert not all(math.isfinite(loss) for loss in traced.losses)
+    assert traced.facts == traced.facts | {"world_size": 1}
 
 
 CLOSURE = """
@@ -230,26 +230,26 @@ for _ in range(6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_runs_inside_of_an_optimisers_closure_is_no_part_of_the_optimiser(tmp_path, reentrant):
+def test_the_closure_of_an_optimiser_is_not_counted_as_the_optimiser(tmp_path, reentrant):
     """As Lightning has it; layers that are computed again are a part of their own as well."""
-    (told,) = launch(["-c", CLOSURE.replace("REENTRANT", str(reentrant))], tmp_path)
-    assert told.code == 0, told.errors
-    for step in told.steps[2:]:
+    (traced,) = launch(["-c", CLOSURE.replace("REENTRANT", str(reentrant))], tmp_path)
+    assert traced.code == 0, traced.errors
+    for step in traced.steps[2:]:
         parts = [step[f"{name}_s"] for name in ("forward", "backward", "recompute", "optimizer")]
         forward, backward, again, optimizer = parts
         assert forward >= 0.02 and again >= 0.02 and sum(parts) <= step["step_time_s"] - 0.01
         assert optimizer + backward <= step["step_time_s"] - 0.05, "the sleeps lie in other parts"
 
 
-def test_what_few_programs_do_goes_on_as_without_the_hook(tmp_path):
-    (told,) = launch(["unusual.py"], tmp_path)
-    assert (told.output, told.code) == ("unharmed\n", 0), told.errors
-    assert told.events("note") == []
-    skipped = [step for step in told.steps if step.get("skipped")]
+def test_unusual_programs_run_as_without_the_hook(tmp_path):
+    (traced,) = launch(["unusual.py"], tmp_path)
+    assert (traced.output, traced.code) == ("unharmed\n", 0), traced.errors
+    assert traced.events("note") == []
+    skipped = [step for step in traced.steps if step.get("skipped")]
     assert 5 <= len(skipped) <= 30  # each once, from when the second optimiser is seen to go on alone
 
 
-def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
+def test_a_failure_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     """A model whose facts cannot be found: neither hooks in it nor a look at its operators stay."""
     sys.path.append(str(HOOK_FOLDER))
     from tune_cluster_hook import facts, steps
@@ -276,9 +276,9 @@ def test_what_fails_in_the_first_steps_leaves_nothing_behind(monkeypatch):
 @pytest.mark.parametrize(("limit", "fits"), [(1 << 28, False), (1 << 31, True)])
 def test_the_host_memory_of_a_program_is_limited(tmp_path, limit, fits):
     """Less than torch alone takes, or plenty."""
-    (told,) = launch(["plain_loop.py", "--steps", "2"], tmp_path, TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES=str(limit))
-    assert (told.code == 0) == fits, told.errors
-    assert fits or "emory" in told.errors
+    (traced,) = launch(["plain_loop.py", "--steps", "2"], tmp_path, TUNE_CLUSTER_HOST_MEMORY_LIMIT_BYTES=str(limit))
+    assert (traced.code == 0) == fits, traced.errors
+    assert fits or "emory" in traced.errors
 
 
 def test_steps_that_use_up_loaded_batches_are_not_measured(tmp_path):

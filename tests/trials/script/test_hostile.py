@@ -46,7 +46,7 @@ def steps(count=6, first=1, sleep_s=None, **values):
 class Case:
     program: str
     kind: str = "measured"
-    says: str = ""
+    expected_message: str = ""
     """Part of the failure's message."""
     world_size: int = 1
     log: LogFormat = field(default_factory=LogFormat)
@@ -108,48 +108,50 @@ steps()
         "    out.flush()",
         log=LINES,
     ),
-    "says error and out of memory": Case(
+    "reports an error and out of memory": Case(
         "print('ERROR: RuntimeError out of memory avoided, 3 CUDA OOM errors thrown.'); steps(); sys.exit(1)"
     ),
     "fails for another reason than the memory it talks of": Case(
         "print('hint: use less to avoid out of memory'); steps(3); raise ValueError('bad data')",
         kind="crashed",
-        says="bad data (the command exited with code 1 after 3 of 6 steps)",
+        expected_message="bad data (the command exited with code 1 after 3 of 6 steps)",
     ),
     "exits with 1 after success": Case("steps(); sys.exit(1)"),
     "is killed after success": Case("steps(); os.kill(os.getpid(), 9)"),
-    "is killed before": Case("steps(2); os.kill(os.getpid(), 9)", kind="gang_lost", says="killed by signal 9"),
-    "exits with 0 and tells nothing": Case(
+    "is killed before": Case(
+        "steps(2); os.kill(os.getpid(), 9)", kind="gang_lost", expected_message="killed by signal 9"
+    ),
+    "exits with 0 and reports nothing": Case(
         "print('done')",
         kind="crashed",
-        says="reported no step. Steps can be reported with `from tune_cluster_report import report`",
+        expected_message="reported no step. Steps can be reported with `from tune_cluster_report import report`",
     ),
-    "trains too few steps": Case("steps(4)", kind="crashed", says="exited with code 0 after 4 of 6 steps"),
-    "tells all at once": Case(
+    "trains too few steps": Case("steps(4)", kind="crashed", expected_message="exited with code 0 after 4 of 6 steps"),
+    "reports everything at once": Case(
         "print('\\n'.join(f'step {n} loss 5.0' for n in range(1, 9)))",
         kind="crashed",
-        says="but not the time of each",
+        expected_message="but not the time of each",
         log=LogFormat(name="pattern", pattern=r"step (?P<step>\d+) loss (?P<loss>\S+)"),
     ),
-    "tells a loss that is no number": Case(
-        "steps(3); steps(3, 4, loss=float('nan'))", kind="diverged", says="loss is nan at step 4"
+    "reports a nan loss": Case(
+        "steps(3); steps(3, 4, loss=float('nan'))", kind="diverged", expected_message="loss is nan at step 4"
     ),
     "hides a loss that is no number": Case(
         "steps(2); steps(4, 3, loss=0.0, grad_norm=float('nan'))",
         kind="diverged",
-        says="gradient norm is nan in steps 3, 4, 5",
+        expected_message="gradient norm is nan in steps 3, 4, 5",
     ),
     "leaves the loss out": Case(
         "for n in range(1, 7):\n"
         "    print(f' iteration {n}/6 | elapsed time per iteration (ms): 12.5 | number of nan iterations: {n // 4} |')",
         kind="diverged",
-        says="the log counts 1 nan iterations",
+        expected_message="the log counts 1 nan iterations",
         log=MEGATRON,
     ),
     "trains twice apart": Case(
         "tell(event='facts', world_size=1); steps()",
         kind="infeasible",
-        says="not applied: the candidate requires the world size to be 2, but the program has 1",
+        expected_message="not applied: the candidate requires the world size to be 2, but the program has 1",
         world_size=2,
         expected=Expected(world_size=2),
     ),
@@ -164,62 +166,67 @@ steps()
         "os.truncate(path, 0); time.sleep(0.4); tell(step=7, loss=1.0)"
     ),
     "reports into a pipe": Case(
-        "os.mkfifo(path); print('nothing'); time.sleep(0.3)", kind="crashed", says="reported no step"
+        "os.mkfifo(path); print('nothing'); time.sleep(0.3)", kind="crashed", expected_message="reported no step"
     ),
     "runs out of memory": Case(
         f"steps(1); print('Traceback (most recent call last):'); print({OOM!r}); sys.exit(1)",
         kind="oom",
-        says="20.00 GiB",
+        expected_message="20.00 GiB",
     ),
     "reports that it runs out of memory": Case(
         "tell(event='error', type='torch.cuda.OutOfMemoryError', message='no more'); sys.exit(1)", kind="oom"
     ),
-    "finds its port taken": Case(f"sys.exit({NO_PORT!r})", kind="gang_lost", says="address already in use"),
-    "suspects its node": Case("sys.exit(16)", kind="gang_lost", says="Megatron-LM requests a restart", log=MEGATRON),
-    "is told by its last rank only": Case(
+    "finds its port taken": Case(f"sys.exit({NO_PORT!r})", kind="gang_lost", expected_message="address already in use"),
+    "suspects its node": Case(
+        "sys.exit(16)", kind="gang_lost", expected_message="Megatron-LM requests a restart", log=MEGATRON
+    ),
+    "is reported by its last rank only": Case(
         "for n in range(1, 7):\n    time.sleep(0.01)\n"
         "    if rank == '1': print(f'step {n} loss 5.1 12.5 ms', flush=True)\ntime.sleep(600)",
         world_size=2,
         log=LINES,
     ),
     "fails in one rank": Case(
-        "steps(2)\nif rank == '1': raise KeyError('lost')\ntime.sleep(600)", kind="crashed", says="lost", world_size=2
+        "steps(2)\nif rank == '1': raise KeyError('lost')\ntime.sleep(600)",
+        kind="crashed",
+        expected_message="lost",
+        world_size=2,
     ),
     "never begins": Case(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork() or os.setsid()\ntime.sleep(600)",
         kind="timed_out",
-        says="starting",
+        expected_message="starting",
         starting_s=1.0,
     ),
     "reports a fraction of the time": Case(
         "for n in range(1, 15):\n    time.sleep(0.05)\n    tell(step=n, step_time_s=0.002)",
         kind="not_believed",
-        says="2 ms per step by report, but ",
+        expected_message="2 ms per step by report, but ",
         num_steps=12,
     ),
     "reports a multiple of the time": Case(
         "for n in range(1, 15):\n    time.sleep(0.02)\n    tell(step=n, step_time_s=0.2)",
         kind="not_believed",
-        says="200 ms per step by report, but ",
+        expected_message="200 ms per step by report, but ",
         num_steps=12,
     ),
     "has a slow clock": Case(
         SLOW_CLOCK + "for n in range(1, 15):\n    began = time.perf_counter()\n    sleep(0.05)\n"
         "    tell(step=n, step_time_s=time.perf_counter() - began)",
         kind="not_believed",
-        says="per step by report, but ",
+        expected_message="per step by report, but ",
         num_steps=12,
     ),
     "has a slow clock and leaves times to us": Case(
         SLOW_CLOCK + "for n in range(1, 15):\n    sleep(0.05)\n    tell(step=n)",
         kind="not_believed",
-        says="per step by report, but ",
+        expected_message="per step by report, but ",
         num_steps=12,
     ),
     "prints a fraction of the time": Case(
         "for n in range(1, 15):\n    time.sleep(0.05)\n    print(f'step {n} loss 5.0 {50 / 5:.1f} ms', flush=True)",
         kind="not_believed",
-        says="10 ms per step by log:pattern, but ",
+        expected_message="10 ms per step by log:pattern, but ",
         log=LINES,
         num_steps=12,
     ),
@@ -229,19 +236,19 @@ steps()
         "for n in range(1, 15):\n    began = time.perf_counter()\n    kernel = device.submit(time.sleep, 0.05)\n"
         "    took = time.perf_counter() - began\n    kernel.result()\n    tell(step=n, step_time_s=took)",
         kind="not_believed",
-        says="torch.cuda.synchronize()",
+        expected_message="torch.cuda.synchronize()",
         num_steps=12,
     ),
     "sends all reports in one burst": Case(
         "for n in range(1, 15): tell(step=n, step_time_s=0.2)\ntime.sleep(0.3)",
         kind="not_believed",
-        says="Flush the output",
+        expected_message="Flush the output",
         num_steps=12,
     ),
     "numbers its steps with gaps": Case(
         "for n in range(1, 15):\n    time.sleep(0.03)\n    tell(step=10 * n, step_time_s=0.03)",
         kind="not_believed",
-        says="30 ms per step by report, but ",
+        expected_message="30 ms per step by report, but ",
         num_steps=60,
     ),
     "buffers its output in blocks": Case(
@@ -274,12 +281,12 @@ steps()
         "    tell(step=n, step_time_s=time.perf_counter() - began)",
         num_steps=300,
     ),
-    "is not there": Case("", kind="crashed", says="cannot start '/nowhere/python'"),
+    "is not there": Case("", kind="crashed", expected_message="cannot start '/nowhere/python'"),
 }
 FAST = (
     "leaves detached processes",
     "fails for another reason than the memory it talks of",
-    "is told by its last rank only",
+    "is reported by its last rank only",
     "trains twice apart",
     "reports a fraction of the time",
 )
@@ -355,7 +362,7 @@ def test_programs_get_the_right_outcome_and_leave_nothing(cluster, name):
         assert len(outcome.measurement.step_times_s) == case.num_steps
         assert outcome.measurement.findings.script.source_of("step_time_s") is not None
     else:
-        assert case.says in outcome.evidence.message
+        assert case.expected_message in outcome.evidence.message
     assert living(mark) == []
     left = {path.name for path in folder.iterdir()} - {"peak0", "peak1"}
     assert all(
@@ -372,7 +379,7 @@ def test_programs_get_the_right_outcome_and_leave_nothing(cluster, name):
         assert b"end of the output" in log[-1000:]
 
 
-def test_lock_files_that_nobody_holds_are_removed_before_the_start(cluster, tmp_path):
+def test_stale_lock_files_are_removed_before_the_start(cluster, tmp_path):
     stale, held = (tmp_path / "torch_extensions" / name / "lock" for name in ("stale", "held"))
     for lock in (stale, held):
         lock.parent.mkdir(parents=True)
@@ -408,7 +415,7 @@ def test_programs_see_an_allow_list_of_the_environment():
     assert {**wanted, **torchrun}.items() <= seen.items()
 
 
-def test_extensions_are_kept_from_sweep_to_sweep_where_the_home_directory_can_be_written(tmp_path):
+def test_extensions_are_kept_across_sweeps_if_the_home_directory_is_writable(tmp_path):
     shows = command(CASES["good"], "caches")
     rank = ScriptRank.from_env({})
     folders = {"report": Path("/report"), "error_file": Path("/error")}
@@ -427,8 +434,8 @@ def test_extensions_are_kept_from_sweep_to_sweep_where_the_home_directory_can_be
         assert seen("a", **node)[0] == str(tmp_path / "a/torch_extensions")
 
 
-def test_a_command_that_starts_its_ranks_speaks_for_all_of_them(cluster):
-    """One process has the node's two devices, and is told so; its ranks report to files of their own."""
+def test_a_command_that_starts_its_ranks_reports_for_all_of_them(cluster):
+    """One process gets the node's two devices; its ranks report to separate files."""
     program = """
 devices = int(sys.argv[1])
 assert (os.environ["NNODES"], os.environ["NPROC_PER_NODE"], "RANK" in os.environ) == ("1", "2", False)
@@ -456,7 +463,7 @@ for _ in range(devices):
     assert measurement.step_times_s == (0.11,) * 4
 
 
-def test_under_plain_torchrun_it_reports_as_well(tmp_path):
+def test_it_reports_under_plain_torchrun_too(tmp_path):
     spec, out = tmp_path / "spec.json", tmp_path / "report.json"
     spec.write_text(json.dumps(to_json(command(CASES["good"], "plain"))))
     module = [sys.executable, "-m", "trials.script.runner", "--spec", spec, "--out", out]

@@ -139,14 +139,14 @@ def run(program, folder, *, knobs=None, **more):
 
 
 def states(rank):
-    """The last word on each knob: state and detail."""
+    """The final report on each knob: state and detail."""
     return {line["name"]: (line["state"], line["detail"]) for line in rank.events("knob")}
 
 
 @pytest.mark.slow
 @pytest.mark.representative("constants")
 @pytest.mark.parametrize("program", CASES)
-def test_each_knob_acts_or_is_refused_and_training_stays_what_it_was(tmp_path, program):
+def test_each_knob_acts_or_is_refused_and_training_is_unchanged(tmp_path, program):
     knobs, seen, refused, tolerance = CASES[program]
     plain = run(program, tmp_path / "plain")
     tuned = run(program, tmp_path / "tuned", knobs=knobs)
@@ -168,7 +168,7 @@ def test_each_knob_acts_or_is_refused_and_training_stays_what_it_was(tmp_path, p
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_trainer_of_transformers_takes_arguments_and_recomputes_by_its_own_switch(tmp_path):
+def test_the_transformers_trainer_takes_arguments_and_its_recompute_switch(tmp_path):
     argv = [
         "trainer_loop.py",
         "--output_dir",
@@ -194,7 +194,7 @@ def test_the_trainer_of_transformers_takes_arguments_and_recomputes_by_its_own_s
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_in_production_another_program_trains_unchanged_and_says_so(tmp_path):
+def test_in_production_another_program_trains_unchanged_with_a_warning(tmp_path):
     (plain,) = run("constants", tmp_path / "plain")
     (trial,) = run("constants", tmp_path / "trial", knobs={"recompute": "full", "num_workers": 1})
     (line,) = trial.events("fingerprint")
@@ -242,7 +242,7 @@ def command(knobs):
 
 
 def judge_of(knobs, *told):
-    """A judge that has heard lines of (rank, name, state)."""
+    """A judge that has received lines of (rank, name, state)."""
     book = StepBook(command(knobs))
     for rank, name, state in told:
         line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": "as seen"}
@@ -312,7 +312,7 @@ def test_unusual_programs_train_on(tmp_path, data):
     assert "which was already open" in states["num_workers"][1] or data == "tensors"
 
 
-def test_outputs_that_need_no_change_are_handed_on_as_they_are():
+def test_outputs_that_need_no_change_are_passed_through():
     sys.path.append(str(HOOK_FOLDER))
     from tune_cluster_hook.model_knobs import _map_tensors
 

@@ -20,8 +20,8 @@ pytestmark = [
 def test_steps_and_facts_are_reported_and_the_output_stays_the_same(tmp_path, python):
     argv = ["plain_loop.py", "--accum", "2", "--bf16", "--recompute", "full"]
     bare = launch(argv, tmp_path / "bare", ranks=2, hook=False, python=python)
-    told = launch(argv, tmp_path / "hooked", ranks=2, python=python)
-    for rank, before in zip(told, bare, strict=True):
+    traced = launch(argv, tmp_path / "hooked", ranks=2, python=python)
+    for rank, before in zip(traced, bare, strict=True):
         assert (rank.code, rank.output) == (0, before.output), rank.errors
         assert rank.events("note") == []
         assert rank.losses == pytest.approx(rank.printed_losses, abs=1e-6)
@@ -36,12 +36,12 @@ def test_steps_and_facts_are_reported_and_the_output_stays_the_same(tmp_path, py
 def test_a_compiled_program_has_the_same_graphs(tmp_path, python, wrap):
     argv = ["plain_loop.py", "--compile", wrap]
     (bare,) = launch(argv, tmp_path / "bare", hook=False, python=python)
-    (told,) = launch(argv, tmp_path / "hooked", python=python)
-    assert (told.code, told.output) == (0, bare.output), told.errors
-    assert told.events("note") == []
-    if told.facts["versions"]["torch"].startswith("2.1."):
+    (traced,) = launch(argv, tmp_path / "hooked", python=python)
+    assert (traced.code, traced.output) == (0, bare.output), traced.errors
+    assert traced.events("note") == []
+    if traced.facts["versions"]["torch"].startswith("2.1."):
         pytest.skip("PyTorch 2.1 breaks more graphs with the hook")
-    assert (told.facts["graph_breaks"], told.facts["recompilations"]) == (0, 0)
+    assert (traced.facts["graph_breaks"], traced.facts["recompilations"]) == (0, 0)
 
 
 def test_knobs_act(tmp_path, python):

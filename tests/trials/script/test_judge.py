@@ -1,4 +1,4 @@
-"""What becomes of what programs tell: which source counts, when it is enough, what speaks against a measurement."""
+"""Reports of programs: which source counts, when it is enough, what invalidates a measurement."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ COMMAND = ScriptCommand(
 
 
 class Story:
-    """A book that is told of steps, and its judge."""
+    """A book of reported steps, and its judge."""
 
     def __init__(self, *, num_steps=3, **expected):
         protocol = Protocol(min_warmup_steps=1, num_steps=num_steps, max_steps=max(16, num_steps))
@@ -60,7 +60,7 @@ def seconds(story):
     return None if times is None else [round(value, 6) for value in times.seconds]
 
 
-def test_a_report_goes_before_a_hook_and_a_hook_before_a_log():
+def test_reports_override_hooks_and_hooks_override_logs():
     story = Story()
     for step in range(1, 5):
         story.log(step, step_time_s=0.3, loss=3.0)
@@ -81,7 +81,7 @@ def test_a_report_goes_before_a_hook_and_a_hook_before_a_log():
     }
 
 
-def test_a_log_of_micro_batches_does_not_stand_for_the_steps_that_a_hook_counts():
+def test_a_log_of_micro_batches_does_not_replace_steps_counted_by_a_hook():
     story = Story()
     for step in range(1, 5):
         assert seconds(story) is None
@@ -101,22 +101,22 @@ def test_steps_are_counted_from_the_first_wherever_numbering_begins(first):
     assert seconds(story) == [0.2, 0.3, 0.4]
 
 
-def test_a_line_for_several_steps_stands_for_each_of_them():
+def test_a_line_for_several_steps_counts_for_each_of_them():
     story = Story().log(2, step_time_s=0.5)
     assert seconds(story) is None
     assert seconds(story.log(4, step_time_s=0.25)) == [0.5, 0.25, 0.25]
 
 
-def test_times_come_of_clocks_rates_and_at_last_of_arrivals():
-    assert seconds(_told(lambda story, n: story.log(n, at_s=10.0 + n, arrived_s=9.0))) == [1.0, 1.0, 1.0]
-    assert seconds(_told(lambda story, n: story.log(n, tokens_per_s=2000.0))) == [0.5] * 3
-    assert seconds(_told(lambda story, n: story.log(n, tokens_per_s_per_device=2000.0))) == [0.25] * 3
-    assert seconds(_told(lambda story, n: story.log(n, samples_per_s=80.0))) == [0.1] * 3
-    assert seconds(_told(lambda story, n: story.log(n, arrived_s=0.5 * n))) == [0.5] * 3
-    assert seconds(_told(lambda story, n: story.report(n, t=100.0 + 0.5 * n))) == [0.5] * 3
+def test_times_come_from_clocks_then_rates_then_arrivals():
+    assert seconds(_judge_of(lambda story, n: story.log(n, at_s=10.0 + n, arrived_s=9.0))) == [1.0, 1.0, 1.0]
+    assert seconds(_judge_of(lambda story, n: story.log(n, tokens_per_s=2000.0))) == [0.5] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, tokens_per_s_per_device=2000.0))) == [0.25] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, samples_per_s=80.0))) == [0.1] * 3
+    assert seconds(_judge_of(lambda story, n: story.log(n, arrived_s=0.5 * n))) == [0.5] * 3
+    assert seconds(_judge_of(lambda story, n: story.report(n, t=100.0 + 0.5 * n))) == [0.5] * 3
 
 
-def _told(tell):
+def _judge_of(tell):
     story = Story()
     for step in range(1, 5):
         tell(story, step)
@@ -129,10 +129,10 @@ def test_lines_that_arrive_together_share_their_time():
         story.log(step, arrived_s=1.6)
     assert seconds(story) == [0.2] * 3
     assert story.judge.times().resolution_s == pytest.approx(0.2)
-    assert seconds(_told(lambda story, n: story.log(n, arrived_s=5.0))) is None
+    assert seconds(_judge_of(lambda story, n: story.log(n, arrived_s=5.0))) is None
 
 
-def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
+def test_the_slowest_process_counts_and_shares_are_averaged():
     story = Story()
     for step in range(1, 5):
         for rank in (0, 1):
@@ -171,7 +171,7 @@ def test_knobs_that_do_not_act_are_no_measurement(expected, facts, says):
     assert classify(caught.value) == "infeasible"
 
 
-def test_facts_that_agree_or_are_unknown_say_nothing():
+def test_matching_or_unknown_facts_raise_no_objection():
     expected = {"world_size": 2, "micro_batch_size": 4, "dtype": "bfloat16", "recomputes": True, "parameter_shards": 2}
     Story(**expected).facts(world_size=2, layer_calls_per_forward=1.5).judge.check_facts()
     sizes = {"parameter_bytes_local": 60, "parameter_bytes_global": 100}
@@ -184,28 +184,30 @@ def test_facts_that_agree_or_are_unknown_say_nothing():
 
 
 def test_another_global_batch_is_another_training():
-    story = _told(lambda story, n: story.report(n, samples=16))
+    story = _judge_of(lambda story, n: story.report(n, samples=16))
     with pytest.raises(InfeasibleSpec, match="8 samples per optimiser step, but the program has 16"):
         story.judge.check_facts()
-    _told(lambda story, n: story.report(n, samples=16 + n)).judge.check_facts()  # they vary: batches of their own
+    _judge_of(lambda story, n: story.report(n, samples=16 + n)).judge.check_facts()  # they vary: batches of their own
 
 
 def test_amounts_per_step_are_no_more_than_a_hook_counts():
-    story = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
+    story = _judge_of(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=4, forwards_per_step=1.0))
     with pytest.raises(InfeasibleSpec, match=r"reports 63 samples per optimiser step, but trains on 8 \(seen by rank0"):
         story.judge.check_facts()
-    packed = _told(lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0))
+    packed = _judge_of(
+        lambda story, n: story.report(n, samples=60 + n).facts(micro_batch_size=1, forwards_per_step=1.0)
+    )
     packed.judge.check_facts()
-    story = _told(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
+    story = _judge_of(lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=400))
     with pytest.raises(InfeasibleSpec, match=r"reports 1000 tokens per optimiser step, but trains on 400"):
         story.judge.check_facts()
-    _told(
+    _judge_of(
         lambda story, n: story.report(n, tokens=1000).report(n, source="hook:transformers", tokens=1000)
     ).judge.check_facts()
 
 
 def test_divergence_beyond_the_measured_steps_does_not_count():
-    story = _told(lambda story, n: story.report(n, loss=1.0))
+    story = _judge_of(lambda story, n: story.report(n, loss=1.0))
     story.report(5, loss="NaN")
     story.judge.check_finite()
     with pytest.raises(NonFiniteLoss, match="loss is inf at step 4"):
@@ -248,7 +250,7 @@ def test_divergence_beyond_the_measured_steps_does_not_count():
         ([], 3, "error"),
     ],
 )
-def test_output_tells_why_a_program_failed(tmp_path, lines, exit_code, kind):
+def test_output_reveals_why_a_program_failed(tmp_path, lines, exit_code, kind):
     output = OutputWatch()
     for line in lines:
         output.feed(line)
@@ -286,7 +288,7 @@ WATCHDOG = "[rank0]:[E1103 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught co
         (["torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGABRT"], "error"),
     ],
 )
-def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, kind):
+def test_a_survived_out_of_memory_error_is_not_the_cause_of_the_end(tmp_path, lines, kind):
     """What it tuned, or caught before another reason aborted it; of several ranks' aborts, the first counts."""
     output = OutputWatch()
     for line in lines:
@@ -297,7 +299,7 @@ def test_memory_that_a_program_survived_is_not_what_ended_it(tmp_path, lines, ki
     assert kind == "oom" or str(cause) == "the command was killed by signal 6 after 1 of 4 steps"
 
 
-def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
+def test_the_evidence_has_the_exception_type_of_the_program(tmp_path):
     (tmp_path / "error").write_text(json.dumps({"message": {"message": "ValueError: no", "extraInfo": {}}}))
     cause = failure(
         reported_errors=(),
@@ -311,7 +313,7 @@ def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
     assert str(cause) == "no (the command exited with code 1 after 0 of 4 steps)"
 
 
-def test_a_program_whose_steps_are_several_of_the_hook_is_measured_by_its_own_steps():
+def test_a_program_step_of_several_hook_steps_is_measured_as_one():
     """Two optimiser steps of an iteration that it reports: the hook would call half of it a step."""
     story = Story()
     for step in range(1, 5):
@@ -322,7 +324,7 @@ def test_a_program_whose_steps_are_several_of_the_hook_is_measured_by_its_own_st
     assert (seconds(story), story.judge.times().source) == ([0.2] * 3, "report")
 
 
-def test_of_many_errors_that_ranks_tell_a_lost_connection_is_the_last_to_be_believed(tmp_path):
+def test_a_lost_connection_is_the_least_credible_of_several_errors(tmp_path):
     lost = ReportedError("torch.distributed.DistBackendError", "Connection reset by peer")
     reported_errors = [ReportedError("ValueError", "bad batch"), lost]
     watch = OutputWatch()
@@ -344,7 +346,7 @@ def watched(tell, *, num_steps=20, **options):
     return story.judge.contradiction(**options)
 
 
-def test_reported_times_have_to_agree_with_the_arrival_of_their_lines():
+def test_reported_times_must_agree_with_the_arrival_of_their_lines():
     assert watched(lambda story, n: story.report(n, step_time_s=0.1, arrived_s=0.1 * n)) is None
     fast = watched(lambda story, n: story.report(n, step_time_s=0.002, arrived_s=0.4 * n))
     assert fast.reported_s / fast.num_steps == pytest.approx(0.002)
@@ -356,7 +358,7 @@ def test_reported_times_have_to_agree_with_the_arrival_of_their_lines():
     assert "a wrong unit" in slow.message
 
 
-def test_a_clock_of_the_programs_own_is_checked_as_well():
+def test_clocks_of_the_program_are_checked_too():
     assert watched(lambda story, n: story.report(n, t=100 + 0.1 * n, arrived_s=0.1 * n)) is None
     assert watched(lambda story, n: story.report(n, t=100 + 0.01 * n, arrived_s=0.1 * n)) is not None
     assert watched(lambda story, n: story.report(n, source="hook:torch", step_time_s=0.01, arrived_s=0.1 * n))
@@ -373,7 +375,7 @@ def test_pauses_between_steps_are_no_contradiction_but_half_of_the_steps_are():
     assert watched(lambda story, n: story.report(n, step_time_s=times[n], arrived_s=0.05 * n)) is not None
 
 
-def test_lines_that_a_buffer_held_back_are_compared_from_burst_to_burst():
+def test_buffered_lines_are_compared_burst_by_burst():
     assert watched(lambda story, n: story.log(n, step_time_s=0.1, arrived_s=0.1 * (n - n % 7))) is None
     assert watched(lambda story, n: story.log(n, step_time_s=0.02, arrived_s=0.1 * (n - n % 7))) is not None
 
@@ -403,7 +405,7 @@ def test_lines_that_arrive_all_at_once_can_only_be_too_many():
     assert polled is None
 
 
-def test_optimizer_steps_that_a_hook_sees_go_before_what_the_program_says():
+def test_optimizer_steps_seen_by_a_hook_override_the_program():
     def with_hook(hook_s, *, per_step=1, later_s=0.01):
         story = Story(num_steps=20)
         for n in range(1, 21 // per_step + 2):
@@ -448,7 +450,7 @@ def test_honest_programs_are_believed_whatever_their_steps(steps, late, share):
 
 
 @given(step_s=st.floats(0.1, 5.0), factor=st.floats(1.5, 1000), count=st.integers(8, 60), is_slow=st.booleans())
-def test_a_clock_that_is_off_by_half_is_not_believed(step_s, factor, count, is_slow):
+def test_a_clock_off_by_half_is_not_believed(step_s, factor, count, is_slow):
     claimed_s = step_s * factor if is_slow else step_s / factor
     assert watched(lambda story, n: story.report(n, step_time_s=claimed_s, arrived_s=step_s * n), num_steps=count)
 

@@ -88,7 +88,7 @@ def test_json_lines_of_llamafactory():
     assert second.values["reserved_bytes"].value == 2 * GIB
 
 
-def test_lightning_rows_go_by_their_header():
+def test_lightning_rows_follow_their_header():
     found = records("lightning.csv")
     assert [(record.step, record.values["loss"].value) for record in found] == [(0, 5.691), (1, 5.598), (2, 5.55)]
 
@@ -168,7 +168,7 @@ WORDS = [
 @pytest.mark.representative("transformers", "lightning", "megatron")
 @pytest.mark.parametrize("name", sorted(PARSERS))
 @given(parts=st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=8)), max_size=30))
-def test_no_line_breaks_a_parser(name, parts):
+def test_parsers_survive_any_line(name, parts):
     parser = make_parser(LogFormat(name=name, pattern=NANO))
     for record in parser.feed("".join(parts)):
         assert record.step >= 0

@@ -47,13 +47,13 @@ def test_an_option_that_is_never_read_is_not_applied(tmp_path, program, wanted, 
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(PARSER + program))
     variables = {"TUNE_CLUSTER_VARIABLES": wanted[1:], wanted[1:]: "4"} if wanted.startswith("$") else {}
-    (told,) = launch([str(file)], tmp_path / "report", **variables)
-    assert told.code == 0, told.errors
+    (traced,) = launch([str(file)], tmp_path / "report", **variables)
+    assert traced.code == 0, traced.errors
     command = ScriptCommand(
         argv=(), cwd="/", protocol=Protocol(), num_devices=1, tokens_per_step=1, samples_per_step=1, options=(wanted,)
     )
     book = StepBook(command)
-    for line in told.lines:
+    for line in traced.lines:
         book.add_report_line(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
     assert not book.notes
     judge = Judge(command, book)

@@ -86,7 +86,7 @@ def test_it_never_raises(folder):
     assert step["step"] == 1
 
 
-def test_a_folder_that_is_gone_or_a_full_disk_is_borne(tmp_path, monkeypatch):
+def test_a_missing_folder_or_full_disk_is_tolerated(tmp_path, monkeypatch):
     for place in ("gone", "full"):
         report = tune_cluster_report.Reporter()
         monkeypatch.setenv("TUNE_CLUSTER_REPORT", str(tmp_path / place))
@@ -115,7 +115,7 @@ def test_lines_and_files_are_bounded(folder, monkeypatch):
     assert (folder / "rank3.jsonl").stat().st_size == size
 
 
-def test_ranks_that_are_forked_write_files_of_their_own(folder):
+def test_forked_ranks_write_separate_files(folder):
     report = tune_cluster_report.Reporter()
     report(step=1)
     child = os.fork()
@@ -128,7 +128,7 @@ def test_ranks_that_are_forked_write_files_of_their_own(folder):
     assert [line["step"] for line in lines(folder, rank=4)] == [2]
 
 
-def test_a_copy_of_the_file_works_without_anything_of_ours(folder):
+def test_a_copy_of_the_file_works_standalone(folder):
     copy = folder / "vendored.py"
     copy.write_bytes((API_FOLDER / "tune_cluster_report.py").read_bytes())
     program = "from vendored import report; report(step=1, loss=3)"
@@ -136,7 +136,7 @@ def test_a_copy_of_the_file_works_without_anything_of_ours(folder):
     assert lines(folder)[0]["loss"] == 3
 
 
-def test_the_path_for_programs_holds_the_api_alone_and_the_hook():
+def test_the_program_path_contains_only_the_api_and_the_hook():
     assert hook_path() == (str(HOOK_FOLDER), str(API_FOLDER))
     assert hook_path(hook=False) == (str(API_FOLDER),)
     assert with_hook("/theirs", hook=False).split(os.pathsep) == [str(API_FOLDER), "/theirs"]

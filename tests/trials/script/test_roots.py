@@ -67,7 +67,7 @@ def train(call, model, steps=3):
         optimizer.step()
 
 
-def test_the_outermost_module_that_trains_is_found_once_and_left_as_it_was(watch):
+def test_the_outermost_training_module_is_found_once_and_unchanged(watch):
     net, teacher = Net(recompute=True), Net().requires_grad_(False)
     net.eval()(torch.randn(4, 16))  # evaluation, no gradients and frozen parameters make no root
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_several_roots_and_a_model_that_the_program_drops(watch):
     assert watch.roots.found[1].module is None  # no reference of ours keeps it
 
 
-def test_copies_and_files_hold_nothing_of_it(watch):
+def test_copies_and_files_contain_no_hook(watch):
     net = Net()
     train(net, net, steps=1)
     assert not is_compiled(net)
@@ -164,7 +164,7 @@ def units(size, count):
         ),
         (nn.Sequential(nn.Conv2d(3, 8, 3), *units(8, 4), nn.Flatten()), "Sequential", 4),
         (nn.Sequential(*[nn.Sequential(Unit(), Unit()) for _ in range(2)]), "Sequential", 2),
-        (nn.Sequential(Unit(8), Unit(8), nn.Linear(99, 99)), None, 0),  # two small ones beside a large rest
+        (nn.Sequential(Unit(8), Unit(8), nn.Linear(99, 99)), None, 0),  # two small ones and a large rest
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), None, 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""The runner of training programs, which also leaves word of how much memory the rank's own process took."""
+"""The runner of training programs, which also records how much memory the process of the rank took."""
 
 import os
 import re

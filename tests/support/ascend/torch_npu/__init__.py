@@ -1,7 +1,7 @@
 """A stand-in for Huawei's torch_npu: torch's device ``npu`` whose memory is the host's and whose work the CPU does.
 
 It provides what the package provides, and no more of it than trials use: the device, the module ``torch.npu`` with its
-memory, streams and events, and the backend ``hccl`` of process groups. It knows no 64-bit floats, which HCCL does not
+memory, streams and events, and the backend ``hccl`` of process groups. It has no 64-bit floats, which HCCL does not
 send. Every call of the module is kept in ``CALLS``.
 """
 
@@ -225,7 +225,7 @@ class _Module:
 
 
 class _Hccl(dist.ProcessGroup):
-    """The collectives that trials of data parallelism ask for, done by gloo on the same memory."""
+    """The collectives that trials of data parallelism use, done by gloo on the same memory."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
@@ -255,7 +255,7 @@ _library.fallback(_compute, "PrivateUse1")
 _factories = torch.library.Library("aten", "IMPL")
 for _overload in (
     *(getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")),  # would resize it
-    torch.ops.aten._to_copy.default,  # would ask for pinned memory
+    torch.ops.aten._to_copy.default,  # would request pinned memory
 ):
     _factories.impl(_overload.name().removeprefix("aten::"), functools.partial(_compute, _overload), "PrivateUse1")
 dist.Backend.register_backend("hccl", _Hccl, devices=["npu"])

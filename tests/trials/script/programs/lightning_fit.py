@@ -1,4 +1,4 @@
-"""Somebody's Lightning module and fit. Knows nothing of tuning."""
+"""Somebody's Lightning module and fit. Unaware of tuning."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Somebody's training loop in plain PyTorch, under torchrun's variables if they are there. Knows nothing of tuning."""
+"""Somebody's training loop in plain PyTorch, under torchrun's variables if they are there. Unaware of tuning."""
 
 import argparse
 import os
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Odd(Model):
-    """Lets nobody hook into it."""
+    """Raises on any inspection."""
 
     def children(self):
         raise RuntimeError("nobody looks at my children")

@@ -1,4 +1,4 @@
-"""Training programs as strangers write them, one per name; none knows of tuning. Each prints its losses."""
+"""Training programs of unknown users, one per name; all unaware of tuning. Each prints its losses."""
 
 import contextlib
 import copy
@@ -85,7 +85,7 @@ def next_token(model, x):
 
 
 def constants(kind=""):
-    """Everything a constant, accumulation over two micro-batches; ``kind`` says what is odd."""
+    """Everything a constant, accumulation over two micro-batches; ``kind`` selects the deviation."""
     model = Decoder(again=kind == "recomputes", counts=kind == "counts")
     if kind == "compiles":
         model.compile(backend="aot_eager")
