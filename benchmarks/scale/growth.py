@@ -229,9 +229,10 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure = Figure(figsize=(11, 2.3 * -(-len(shown) // 2)), layout="constrained")
     charts = list(figure.subplots(-(-len(shown) // 2), 2).flat)
     for chart, name in zip(charts, shown, strict=False):
-        for run, samples in runs.items():
+        for number, (run, samples) in enumerate(runs.items()):
             points = [(one["trials"], one[name]) for one in samples if one[name] is not None]
-            chart.plot(*zip(*points, strict=True), marker=".", label=run) if points else None
+            if points:
+                chart.plot(*zip(*points, strict=True), marker=".", label=run, color=f"C{number}")
         chart.set(title=TITLES[name].replace("`", ""), xlabel="trials", ylim=(0, None), xlim=(0, None))
     for chart in charts[len(shown) :]:
         chart.set_axis_off()
