@@ -25,6 +25,7 @@ _BUSY_S = 20.0
 _MAX_VALUE = 1.7976931348623157e308
 """MLflow's substitute for infinity."""
 _CHUNK = 500
+"""Runs per query: SQLite limits the number of parameters."""
 
 _VALUE_COLUMNS = {"key", "value", "run_uuid"}
 _POINT_COLUMNS = _VALUE_COLUMNS | {"timestamp", "step", "is_nan"}
@@ -88,7 +89,7 @@ class RunWriter(Protocol):
 
 
 class SqliteWriter:
-    """Writes to the database at ``path``, whose tables exist; ``artifacts`` writes files that are not local.
+    """Writes to the database at ``path``, whose tables exist; ``remote`` writes files that are not local.
 
     A commit is one transaction, then the files. Killed in between, the caller finds the runs and writes everything
     again.

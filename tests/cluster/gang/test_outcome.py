@@ -421,11 +421,11 @@ def gang(**of_rank_1):
     return [success(0, [0.1, 0.2]), second]
 
 
-@pytest.mark.parametrize("told", IMPOSSIBLE)
-def test_impossible_figures_are_a_fault_naming_rank_field_and_value(told):
-    outcome = fold(gang(**IMPOSSIBLE[told]))
+@pytest.mark.parametrize("figure", IMPOSSIBLE)
+def test_impossible_figures_are_a_fault_naming_rank_field_and_value(figure):
+    outcome = fold(gang(**IMPOSSIBLE[figure]))
     assert isinstance(outcome, Crashed)
-    assert outcome.evidence.message.startswith(f"rank 1 reported {told}: it must be ")
+    assert outcome.evidence.message.startswith(f"rank 1 reported {figure}: it must be ")
     assert (outcome.evidence.rank, outcome.evidence.error_type) == (1, "ImplausibleReport")
 
 

@@ -138,14 +138,14 @@ def kept(taken):
     }
 
 
-@pytest.mark.parametrize("told", [reserved, kept])
-def test_memory_predictions_learn_from_measurements(told):
+@pytest.mark.parametrize("peak", [reserved, kept])
+def test_memory_predictions_learn_from_measurements(peak):
     """Where every trial takes half as much again as the cost model predicts, later predictions follow."""
     estimates = Predictor(WORKLOAD, CANDIDATES, CLUSTER, features=flat_params).estimates.peak_bytes
     peaks = dict(zip(CANDIDATES, estimates.tolist(), strict=True))
 
     def taking(candidate, number):
-        changes = {"world_size": 16, **told(int(1.5 * peaks[candidate]))}
+        changes = {"world_size": 16, **peak(int(1.5 * peaks[candidate]))}
         return ended(number, measured(truth()[candidate][0], tokens_per_step=WORKLOAD.tokens_per_step, **changes))
 
     events, search = [*start()[:-1], taking(BASELINE, 0)], make_search()

@@ -1,4 +1,4 @@
-"""Somebody's training loop with Accelerate. Unaware of tuning."""
+"""A user's training loop with Accelerate. Unaware of tuning."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Somebody's training loop with DeepSpeed's engine. Unaware of tuning."""
+"""A user's training loop with DeepSpeed's engine. Unaware of tuning."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Somebody's Lightning module and fit. Unaware of tuning."""
+"""A user's Lightning module and fit. Unaware of tuning."""
 
 import argparse
 

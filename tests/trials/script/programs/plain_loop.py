@@ -1,4 +1,4 @@
-"""Somebody's training loop in plain PyTorch, under torchrun's variables if they are there. Unaware of tuning."""
+"""A user's training loop in plain PyTorch, under torchrun's variables if they are there. Unaware of tuning."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Somebody's loop on two ranks: mixed precision, an evaluation that reads a value per step, and a rank that is slow."""
+"""A user's loop on two ranks: mixed precision, an evaluation that reads a value per step, and a rank that is slow."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Somebody's training loop with something in it that costs time. Unaware of tuning."""
+"""A user's training loop with something in it that costs time. Unaware of tuning."""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""Somebody's use of the Trainer of transformers: a causal language model from scratch. Unaware of tuning."""
+"""A user's use of the Trainer of transformers: a causal language model from scratch. Unaware of tuning."""
 
 import sys
 
