@@ -23,7 +23,7 @@ from ruamel.yaml.constructor import RoundTripConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.resolver import VersionedResolver
-from ruamel.yaml.scalarstring import ScalarString, SingleQuotedScalarString
+from ruamel.yaml.scalarstring import PlainScalarString, ScalarString, SingleQuotedScalarString
 from ruamel.yaml.tag import Tag
 
 from orchestrator.errors import ConfigError
@@ -282,7 +282,8 @@ def _spelled(value: Any) -> Any:
         return sequence
     node = yaml.SafeDumper("").represent_data(value)  # type: ignore[arg-type]
     is_plain = yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag  # type: ignore[no-untyped-call]
-    return node.value if is_plain else SingleQuotedScalarString(node.value)
+    # A plain str would take over the quotes of the value it replaces.
+    return PlainScalarString(node.value) if is_plain else SingleQuotedScalarString(node.value)
 
 
 def _below(node: Any) -> Any:

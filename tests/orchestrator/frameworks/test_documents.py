@@ -6,7 +6,7 @@ import json
 import pytest
 import tomlkit
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConfigError
@@ -20,6 +20,7 @@ TREES = st.dictionaries(
 
 
 @given(TREES, st.lists(NAMES, min_size=1, max_size=3), SCALARS, st.sampled_from(["f.json", "f.yaml", "f.toml"]))
+@example({"a": "12"}, ["a"], False, "f.yaml")  # a quoted value becomes a plain one
 def test_a_change_is_read_back_and_the_rest_is_unchanged(tree, keys, value, file):
     text = {"f.json": json.dumps, "f.yaml": yaml.safe_dump, "f.toml": tomlkit.dumps}[file](tree)
     wanted = copy.deepcopy(tree)
