@@ -76,7 +76,7 @@ FINALIST_LABELS: Mapping[FinalistOutcome, str] = {
     "trains_differently": "failed the loss gate",
     "not_judged": "loss gate inconclusive",
     "failed_evaluation": "failed your evaluation",
-    "not_lasting": "its speed does not last",
+    "not_lasting": "failed the longer run",
     "not_measured": "not re-measured: {cause}",
     "not_measured_yet": "not measured yet",
 }
