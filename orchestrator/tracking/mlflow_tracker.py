@@ -46,7 +46,7 @@ from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.text import first_line
 from orchestrator.tracking import run_records
 from orchestrator.tracking.run_writer import Point, RunWriter, SqliteWriter
-from trials.files import make_private_folder, write_atomically
+from trials.files import make_private_folder
 from trials.outcome import Consequence, GangLost
 from trials.secrets import redact, redactor
 
@@ -183,7 +183,7 @@ def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ())
         shown = [name for name in _REPORTED if name in plots]
         attached = Attached(
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
-            plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
+            plots={name: artifact_path(run_id, f"plots/{name}.svg") for name in shown},
         )
     return report_markdown(make_short_report(state, summarize(state, runs.uri)), attached)
 
@@ -215,7 +215,7 @@ def _put_report(
     plots = gallery(report)
     runs.put_text(run_id, page_html(report, plots), PAGE)
     for name, plot in plots.items() if with_pictures else ():
-        runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
+        runs.put_text(run_id, plot.file, f"plots/{name}.svg")
     return list(plots)
 
 
@@ -351,8 +351,6 @@ class Runs(Protocol):
         ...
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None: ...
-
-    def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None: ...
 
     def put_file(self, run_id: str, path: Path, folder: str) -> None: ...
 
@@ -525,13 +523,6 @@ class Tracker:
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None:
         self._writer().put_text(run_id, self._clean(text), artifact)
-
-    def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None:
-        folder, _, name = artifact.rpartition("/")
-        with tempfile.TemporaryDirectory() as place:
-            path = Path(place) / name
-            write_atomically(path, [content])
-            self.put_file(run_id, path, folder)
 
     def put_file(self, run_id: str, path: Path, folder: str) -> None:
         self._stored().log_artifact(run_id, str(path), folder or None)

@@ -87,7 +87,7 @@ def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
     from markupsafe import Markup
 
     plots = gallery(report) if plots is None else plots
-    figures = {name: Markup(plot.svg()) for name, plot in plots.items()}
+    figures = {name: Markup(plot.element) for name, plot in plots.items()}
     gates = [name for name in figures if name.startswith("gate-")]
     page = environment().get_template("page.html.j2")
     return page.render(report=report, figures=figures, gate_figures=gates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,11 +37,11 @@ from orchestrator.report.plots.style import (
     add_axes,
     entitle,
     fitting,
+    inlined,
     integer_steps,
     new_figure,
     point_labels,
     side_labels,
-    to_png,
     to_svg,
 )
 from orchestrator.report.report import Report
@@ -597,22 +598,24 @@ def _joined(values: Iterable[object]) -> str:
 # Selects the plots of a report that have data.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A plot that can be drawn."""
+    """A plot that is drawn once, when needed."""
 
     name: str
     """Unique on the page; also the name of its file."""
     draw: Callable[[], Figure]
     """Draws it; to be called inside ``style.style()`` only."""
 
-    def svg(self) -> str:
-        """As an SVG element for a page."""
+    @functools.cached_property
+    def file(self) -> str:
+        """The text of an SVG file."""
         return to_svg(self.draw, self.name)
 
-    def png(self) -> bytes:
-        """As the content of a PNG file."""
-        return to_png(self.draw)
+    @property
+    def element(self) -> str:
+        """An SVG element for a page."""
+        return inlined(self.file, self.name)
 
 
 def gallery(report: Report) -> dict[str, Plot]:

@@ -1,4 +1,4 @@
-"""Matplotlib set up for reports: one style, figures without global state, SVG for the page and PNG for MLflow.
+"""Matplotlib set up for reports: one style, figures without global state, SVG for files and for pages.
 
 Matplotlib is imported only when something is drawn, to keep other commands fast.
 """
@@ -148,7 +148,8 @@ PALETTE = {
 }
 """Name -> (on white, on black): on a page the plots use its variables of these names, so that they follow dark mode."""
 WIDTH_IN = 8.0
-_DPI = 110
+_ON_WHITE = ' style="background: #fff"'
+"""Attribute of an SVG file: viewers with a dark theme would show dark text on black."""
 _MAX_TITLE_CHARS = 110
 
 
@@ -222,7 +223,7 @@ def integer_steps(axes: Axes) -> None:
 
 
 def to_svg(draw: Callable[[], Figure], name: str) -> str:
-    """The figure as an SVG element for a page; ``name`` makes its ids unique there."""
+    """The figure as the text of an SVG file on white; ``name`` makes its ids stable."""
     out = io.StringIO()
     with style():
         import matplotlib as mpl
@@ -231,17 +232,26 @@ def to_svg(draw: Callable[[], Figure], name: str) -> str:
         figure = _printable(draw())
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     label = html.escape(without_controls(str(figure.get_label())))
-    return _inline(with_titles(out.getvalue(), figure), re.sub(r"\W", "-", name)).replace(
-        "<svg", f'<svg role="img" aria-label="{label}"', 1
-    )
+    drawn = with_titles(out.getvalue(), figure)
+    return drawn.replace("<svg", f'<svg role="img" aria-label="{label}"{_ON_WHITE}', 1)
 
 
-def to_png(draw: Callable[[], Figure]) -> bytes:
-    """The figure as a PNG on white."""
-    out = io.BytesIO()
-    with style():
-        _printable(draw()).savefig(out, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
-    return out.getvalue()
+def inlined(svg: str, name: str) -> str:
+    """A file of :func:`to_svg` as an element of a page, where ``name`` makes its ids unique and colours follow the
+    page's theme."""
+    svg = svg[svg.index("<svg") :].replace(_ON_WHITE, "", 1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    prefix = re.sub(r"\W", "-", name)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
+    for variable, (color, _) in PALETTE.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    return svg.strip()
 
 
 def _printable(figure: Figure) -> Figure:
@@ -252,19 +262,3 @@ def _printable(figure: Figure) -> Figure:
         assert isinstance(text, Text)
         text.set_text(without_controls(text.get_text()))
     return figure
-
-
-def _inline(svg: str, prefix: str) -> str:
-    """Without prologue, namespaces and metadata, which HTML does not need; with unique ids."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
-    svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
-    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
-    for name, (color, _) in PALETTE.items():
-        svg = svg.replace(color, f"var(--{name})")
-    return svg.strip()

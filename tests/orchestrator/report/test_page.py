@@ -129,12 +129,11 @@ def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
         "rounds": lambda: plots_proof.plot_rounds(rounds, HOSTILE),
     }
     for name, draw in drawn.items():
-        svg = style.to_svg(draw, name)
+        svg = style.inlined(style.to_svg(draw, name), name)
         checked(f"<!doctype html><html><body>{svg}</body></html>")
         assert "<text" in svg
         assert "<script" not in svg
         assert len(svg) < 600_000
-    assert style.to_png(drawn["history"]).startswith(b"\x89PNG")
 
 
 def test_equal_plots_are_equal_files():

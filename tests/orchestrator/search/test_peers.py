@@ -9,6 +9,9 @@ from benchmarks.against.rows import Row, table
 from benchmarks.search.generic.programs import MADE
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # imports of Ax
+
+
 @pytest.fixture(scope="module")
 def program():
     return next(made for make in MADE if (made := make(7)).name == "linear")

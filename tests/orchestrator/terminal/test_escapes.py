@@ -157,9 +157,8 @@ def test_a_file_with_control_characters_is_refused(text, tmp_path):
 def test_plots_pass_no_control_and_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for draw in (style.to_svg, lambda made, _: style.to_png(made)):
-            made = draw(lambda: style.new_figure(f"\u8868 {HOSTILE}", "\x1b[1m\U0001f600", 2.0), "x")
-            assert isinstance(made, bytes) or CONTROLS.search(made) is None
+        made = style.to_svg(lambda: style.new_figure(f"\u8868 {HOSTILE}", "\x1b[1m\U0001f600", 2.0), "x")
+        assert CONTROLS.search(made.replace("\n", "")) is None
 
 
 def test_print_for_people_and_json(capsys):
