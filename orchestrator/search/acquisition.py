@@ -220,6 +220,8 @@ OPTIMISM = 2.0
 """Standard deviations below the mean, for the shortlist and the stopping rule."""
 NUM_PLAIN = 4
 """Trials, including the baseline, that follow the prior order; measurements determine later ones."""
+PLAIN_EVERY = 2
+"""Every n-th later proposal still follows the prior order, because the learned one may be wrong."""
 STOP_TOLERANCE = 0.01
 """Least relative improvement that is worth a trial."""
 FAILURE_COST = STOP_TOLERANCE
@@ -289,7 +291,8 @@ class ProposalRound:
     The first ones have the largest expected speed, 0 if they do not fit, by the expectation of times before any trial
     and what trials showed of memory: one measurement of a plain baseline shows little about the times of distant
     candidates. Later ones have the largest expected improvement per device-second, less the expected cost of running
-    out of memory. So how likely a candidate must be to fit follows from what it promises.
+    out of memory, in turn with the order at the start, because what was learned may mislead. So how likely a candidate
+    must be to fit follows from what it promises.
 
     Running trials and new proposals count as measured at their expected times (kriging believer, Ginsbourger et al.
     2010). That changes only uncertainties, by one more column of explained variance. A further proposal is therefore
@@ -368,7 +371,8 @@ class ProposalRound:
     @property
     def _is_plain(self) -> bool:
         """Whether the next proposal follows the prior order."""
-        return self._has_prior and (self._num_tried < NUM_PLAIN or self._incumbent is None)
+        is_start = self._num_tried < NUM_PLAIN or self._incumbent is None
+        return self._has_prior and (is_start or self._num_tried % PLAIN_EVERY == 0)
 
     @property
     def _score(self) -> Array:
