@@ -22,7 +22,9 @@ from benchmarks.published.texts import (
 from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
 from cluster.hardware.topology import Accelerator, CatalogueError, find_accelerator, outruns_flash_attention_2
 
-SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
+MINDSPORE = ("mindspore", "mindformers")
+
+SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", *MINDSPORE)
 """Frameworks that reduce gradients in 16 bits; NeMo's and Megatron-Bridge's performance recipes do."""
 
 DEEPSPEED_BUCKET_BYTES = 2 * 5e8
@@ -37,6 +39,10 @@ FUSED_LOSS = ("composer", "bridge")
 JAX = ("jax", "paxml", "maxtext")
 """Frameworks whose compiler places collectives; they shard weights."""
 
+
+_LAYERS_OF_STAGES = re.compile(r"layers[- ]per[- ]stage:?\s*(\d+(?:[,/]\s*\d+)+)", re.IGNORECASE)
+_LOCAL_BATCH = re.compile(r"\blocal[- _]batch(?:[- _]size)?\s*[=:]?\s*(\d+)", re.IGNORECASE)
+_MASTERS_REUSED = re.compile(r"\breuse[-_]fp32[-_]param", re.IGNORECASE)
 
 LABELS = 0.95, 1.1
 """Usable bytes relative to a device's label; others mean another variant."""
@@ -157,8 +163,9 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
     stage = _zero_stage(f, n, dp * cp)
     shard = min(n["shard_group"] or dp, dp) if stage else 1.0
     chunks = n["vpp"] or 1.0
-    micro, num = _batch(n, dp, pp)
-    megatron = "megatron" in f["framework"].lower()
+    framework = f["framework"].lower()
+    micro, num = _local_batch(f, pp) or _batch(n, dp, pp)
+    megatron = "megatron" in framework
     # Sequence parallelism came to Megatron in 2022, when bfloat16 had become usual.
     sequence_parallel = f["sp"] == "true" or (f["sp"] == "" and megatron and FORMATS[f["precision"]] != "float16")
     return {
@@ -170,14 +177,33 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
         "cp_method": CP_METHODS.index("ring"),
         "tp": tp,
         "zero_stage": stage if shard * cp > 1 else 0.0,
-        **_sharded_accumulation(f["framework"].lower(), pp),
+        **_sharded_accumulation(framework, pp),
         "sequence_parallel": float(sequence_parallel and tp > 1),
         "schedule": SCHEDULES.index("interleaved" if chunks > 1 else "1f1b"),
         "num_virtual_stages": chunks if pp > 1 else 1.0,
         "micro_batch_size": micro,
         "num_microbatches": num,
-        "stage_layers": even_layers(int(model["num_layers"]), int(pp)),
+        "stage_layers": _stage_layers(f, int(model["num_layers"]), int(pp)),
     }
+
+
+def _stage_layers(f: Mapping[str, str], num_layers: int, pp: int) -> list[int]:
+    """Layers of each pipeline rank as listed (``layers per stage 7,8,9``), else as even as possible."""
+    if found := _LAYERS_OF_STAGES.search(f["other_flags"]):
+        listed = [int(count) for count in re.findall(r"\d+", found[1])]
+        if len(listed) == pp and sum(listed) == num_layers:
+            return listed
+    return even_layers(num_layers, pp)
+
+
+def _local_batch(f: Mapping[str, str], pp: float) -> tuple[float, float] | None:
+    """Micro-batch size and number of micro-batches of a row that tells only a rank's batch: in a pipeline, as many
+    micro-batches as stages (torchtitan's default)."""
+    found = _LOCAL_BATCH.search(f["other_flags"])
+    if found is None or f["micro_batch"] or f["n_micro_batches"]:
+        return None
+    num = min(pp, float(found[1]))
+    return float(found[1]) / num, num
 
 
 def _sharded_accumulation(framework: str, pp: float) -> dict[str, float]:
@@ -190,7 +216,7 @@ def _sharded_accumulation(framework: str, pp: float) -> dict[str, float]:
     all without pipelines.
     """
     jax = any(word in framework for word in JAX)
-    once = float("mind" in framework or (pp > 1 and not jax))
+    once = float(any(word in framework for word in MINDSPORE) or (pp > 1 and not jax))
     return {"gathers_once": once, "reduces_last": once}
 
 
@@ -204,7 +230,7 @@ def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
     if "weight+state sharding" in f["other_flags"] or any(word in framework for word in JAX):
         return 3.0
     # MindSpore's optimizer parallelism shards gradients too, and gathers weights once per step.
-    return 2.0 if "mind" in framework else 1.0
+    return 2.0 if any(word in framework for word in MINDSPORE) else 1.0
 
 
 def _batch(n: Numbers, dp: float, pp: float) -> tuple[float, float]:
@@ -249,6 +275,9 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         sizes = (2.0, 2.0, 12.0, 2.0)
     else:
         sizes = (2.0, 4.0, 12.0, 2.0)
+    if _MASTERS_REUSED.search(f["other_flags"]):
+        # MindSpeed's 16-bit weights are halves of the fp32 ones.
+        sizes = (sizes[0], sizes[1], min(sizes[2], 10.0), sizes[3])
     loss_bytes = 0.0 if any(word in framework for word in FUSED_LOSS) else 8.0
     return {
         "compute_bytes": sizes[3],

@@ -7,6 +7,7 @@ reason.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,12 @@ LIKE = tuple(_LIKE.split())
 BATCH = ("micro_batch", "n_micro_batches", "global_batch")
 
 
-_OFFLOADED = re.compile(r"offload(?:ing)?(?!\w)(?!\W?(?:n|no|false|0|off|none)\b)", re.IGNORECASE)
+SHARES_RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
+"""Shares of layers that are assumed to be recomputed in turn, until a row that says nothing of it fits."""
+
+_OFFLOADED = re.compile(
+    r"(?:offload(?:ing)?(?!\w)|\bswap[-_]attention)(?!\W?(?:n|no|false|0|off|none)\b)", re.IGNORECASE
+)
 
 LOGS_RESERVED = "torchtitan"
 """Framework whose log line gives what the allocator holds (``max_reserved_gib`` in its ``components/metrics.py``)."""
@@ -174,19 +180,26 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
 
 
 def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
-    """Rows whose source does not say whether activations are recomputed do so in full if they would not fit
-    otherwise."""
-    silent = [i for i, row in enumerate(rows) if row.inputs is not None and row["recompute"] == ""]
+    """Rows whose source does not say whether activations are recomputed do so in as few layers as make them fit."""
     assumed_rows = list(rows)
-    if silent:
-        x = from_rows([inputs for i in silent if (inputs := rows[i].inputs) is not None])
-        terms = stage_bytes(x, work_of(x), assumed(MEMORY))
-        peaks = np.max(np.sum(list(terms.values()), axis=0), axis=1)
-        for i, too_much in zip(silent, peaks > x.memory_bytes, strict=True):
-            inputs = rows[i].inputs or {}
-            if too_much:
-                assumed_rows[i] = replace(rows[i], inputs={**inputs, "stage_full": inputs["stage_layers"]})
+    left = [i for i, row in enumerate(rows) if row.inputs is not None and row["recompute"] == ""]
+    for share in SHARES_RECOMPUTED:
+        if left := [i for i, exceeds in zip(left, _exceed([assumed_rows[i] for i in left]), strict=True) if exceeds]:
+            for i in left:
+                inputs = rows[i].inputs or {}
+                full = [math.ceil(share * count) for count in inputs["stage_layers"]]
+                assumed_rows[i] = replace(rows[i], inputs={**inputs, "stage_full": full})
     return assumed_rows
+
+
+def _exceed(rows: Sequence[PublishedRow]) -> Sequence[bool]:
+    """Whether each row needs more memory than its device has."""
+    if not rows:
+        return []
+    x = from_rows([inputs for row in rows if (inputs := row.inputs) is not None])
+    terms = stage_bytes(x, work_of(x), assumed(MEMORY))
+    peaks = np.max(np.sum(list(terms.values()), axis=0), axis=1)
+    return list(peaks > x.memory_bytes)
 
 
 def _row(place: str, line: int, fields: Mapping[str, str], filled: Mapping[str, str]) -> PublishedRow:

@@ -75,6 +75,7 @@ def silent_format(f: Mapping[str, str], has_bfloat16: bool) -> str:
 
 
 _HIDES_COLLECTIVES = re.compile(r"tp[-_ ]comm[-_ ]overlap|async[-_ ]?tp|\bmc2\b", re.IGNORECASE)
+_HIDES_REDUCTION = re.compile(r"overlap[-_ ]grad[-_ ]reduce", re.IGNORECASE)
 _HIDES_GATHERING = re.compile(r"overlap[-_ ]param[-_ ]gather", re.IGNORECASE)
 _NORM_KERNEL = re.compile(
     r"fused[-_ ]?(?:rms|layer|ln)(?:[-_ ]?norm)?|(?:rms|layer)[-_ ]?(?:norm)?[-_ ]?kernel|rms[-_ ]?norm[-_ ]fus",
@@ -84,6 +85,8 @@ _OFF = re.compile(r"\s*[=:]?\s*(?:false|none|no|off|0|disabled)\b", re.IGNORECAS
 
 PERFORMANCE_RECIPES = ("nemo", "bridge")
 """Frameworks whose recipes overlap what can be overlapped unless they say otherwise."""
+IN_BUCKETS = (*PERFORMANCE_RECIPES, "ddp", "fsdp", "torchtitan", "composer", "oneflow", "libai")
+"""Frameworks that reduce gradients in buckets during the backward pass by default."""
 
 
 def says(text: str, pattern: re.Pattern[str]) -> bool | None:
@@ -107,10 +110,14 @@ def overlaps(f: Mapping[str, str]) -> dict[str, float]:
     """What hides behind computation, by a row's flags and its framework's habit."""
     flags = f["other_flags"]
     by_habit = any(word in f["framework"].lower() for word in PERFORMANCE_RECIPES)
-    collectives, gathering = says(flags, _HIDES_COLLECTIVES), says(flags, _HIDES_GATHERING)
+    collectives, gathering, reduction = (
+        says(flags, pattern) for pattern in (_HIDES_COLLECTIVES, _HIDES_GATHERING, _HIDES_REDUCTION)
+    )
+    in_buckets = any(word in f["framework"].lower() for word in IN_BUCKETS)
     return {
         "hides_collectives": float(by_habit if collectives is None else collectives),
         "hides_gathering": float(by_habit if gathering is None else gathering),
+        "hides_reduction": float(in_buckets if reduction is None else reduction),
         # Megatron's interleaved schedule overlaps them unless --no-overlap-p2p-communication is given.
         "hides_transfers": 1.0,
     }

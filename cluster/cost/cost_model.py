@@ -177,9 +177,11 @@ def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescripti
 
 
 def _gathering(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
-    """Return the gathering of new weights: with ZeRO-1, layers wait for their own new weights, but a model in one graph
-    waits for all."""
-    return {"hides_gathering": float(candidate.layout.zero_stage == 1 and candidate.kernels.compile != "model")}
+    """Return what data parallelism hides. A model in one graph has its gradients all at the end and waits for all new
+    weights; otherwise buckets are reduced during the backward pass, and with ZeRO-1 layers wait for their own new
+    weights."""
+    by_layer = candidate.kernels.compile != "model"
+    return {"hides_gathering": float(candidate.layout.zero_stage == 1 and by_layer), "hides_reduction": float(by_layer)}
 
 
 def _sums(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:

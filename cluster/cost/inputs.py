@@ -95,6 +95,8 @@ class CostInputs:
     """1: with several chunks, transfers between pipeline ranks overlap the computation of other chunks."""
     hides_gathering: Array
     """1: ZeRO-1 and ZeRO-2 gather new weights during the next forward pass."""
+    hides_reduction: Array
+    """1: gradients are reduced in buckets during the backward pass; 0: unknown software, that may wait for its end."""
     aged_attention: Array
     """1: fused attention kernels are for an older generation of devices."""
     loose_norms: Array
@@ -113,6 +115,9 @@ class CostInputs:
     """1: embedding and head are sharded over all data-parallel ranks, whatever the ZeRO stage of the layers."""
     schedule: Array
     num_virtual_stages: Array
+    stage_buffers: Array
+    """Micro-batches that a rank of a plain pipeline has room for, relative to the stages from it on: 1, or more in
+    software that buffers ahead."""
     micro_batch_size: Array
     num_microbatches: Array
     stage_layers: Array
@@ -247,9 +252,11 @@ class CostInputs:
 
 DEFAULTS: Mapping[str, float] = {
     "head_sums_bytes": 0.0,
+    "stage_buffers": 1.0,
     "hides_collectives": 0.0,
     "hides_transfers": 0.0,
     "hides_gathering": 0.0,
+    "hides_reduction": 0.0,
     "aged_attention": 0.0,
     "loose_norms": 0.0,
     "update_bytes": 0.0,
@@ -443,8 +450,8 @@ TIME = (
     Coefficient("collective_latency_s", 30e-6, 0.6, "fixed time of one collective"),
     Coefficient("hop_latency_s", 4e-6, 0.6, "time that each further rank of a ring adds to a collective"),
     Coefficient("transfer_latency_s", 100e-6, 0.8, "fixed time of one transfer between pipeline stages"),
-    Coefficient("gradient_overlap", 0.5, 0.6, "share of the last backward pass that hides gradient reduction"),
-    Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides ZeRO-3 gathering and copies' collectives"),
+    Coefficient("gradient_overlap", 0.5, 0.6, "share of the last backward pass that hides reduction, if unknown"),
+    Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides collectives known to overlap it"),
     Coefficient(
         "overlap_slowdown", 0.2, 0.4, "slowdown of computation that hides communication, relative to the communication"
     ),
@@ -458,10 +465,10 @@ TIME = (
 )
 
 MEMORY = (
-    Coefficient("state_factor", 1.0, 0.15, "weights, gradients and optimiser states relative to their sum of bytes"),
-    Coefficient("activation_factor", 1.0, 0.12, "kept activations relative to the operator-by-operator sum"),
-    Coefficient("pipeline_held", 1.0, 0.4, "micro-batches that a pipeline rank holds relative to its schedule's"),
-    Coefficient("head_factor", 1.0, 0.5, "logits and their gradients relative to one 16-bit and two fp32 copies"),
+    Coefficient("state_factor", 1.0, 0.06, "weights, gradients and optimiser states relative to their sum of bytes"),
+    Coefficient("activation_factor", 1.0, 0.1, "kept activations relative to the operator-by-operator sum"),
+    Coefficient("pipeline_held", 1.0, 0.25, "micro-batches that a pipeline rank holds relative to its schedule's"),
+    Coefficient("head_factor", 1.0, 0.25, "logits and their gradients relative to their copies"),
     Coefficient("workspace_bytes", 2.0, 0.8, "an optimiser step's intermediate results, per parameter that it updates"),
     Coefficient("constant_bytes", 1.5e9, 0.5, "device context and communicators, outside the framework's allocator"),
     Coefficient("fragmentation", 0.05, 0.8, "memory reserved but not allocated, relative to the allocated"),

@@ -291,9 +291,16 @@ def gathered_logits(x: CostInputs) -> CostInputs:
 
 
 def copied_logits(x: CostInputs) -> CostInputs:
-    """Assume that the loss holds one more fp32 copy of the logits: ``logits.float()`` in addition to log-softmax, its
-    gradient and that of the negative log-likelihood (``torch.nn.functional.cross_entropy``, not fused)."""
-    return replace(x, loss_bytes=x.loss_bytes + 4.0)
+    """Assume that three fp32 copies of the logits exist at a time, or four if tensor parallelism divides them: the
+    upcast logits, their log-softmax and its gradient (``torch.nn.functional.cross_entropy``, not fused); in the loss of
+    DTensor's ``loss_parallel`` log-softmax, exponentials, sum and product."""
+    return replace(x, loss_bytes=np.maximum(x.loss_bytes, np.where(x.tp > 1, 16.0, 12.0)))
+
+
+def fused_loss(x: CostInputs) -> CostInputs:
+    """Assume that one kernel computes the loss, and its gradient is the only copy of the logits (compiled losses;
+    OneFlow's ``sparse_softmax_cross_entropy``)."""
+    return replace(x, loss_bytes=np.minimum(x.loss_bytes, x.compute_bytes))
 
 
 def whole_tables(x: CostInputs) -> CostInputs:
@@ -316,6 +323,11 @@ def whole_batch_in_flight(x: CostInputs) -> CostInputs:
     return replace(x, schedule=np.where(x.pp > 1, float(SCHEDULES.index("gpipe")), x.schedule))
 
 
+def deep_buffers(x: CostInputs) -> CostInputs:
+    """Assume that pipeline ranks have room for twice the micro-batches that the schedule needs (OneFlow's actors)."""
+    return replace(x, stage_buffers=np.where(x.pp > 1, 2.0, x.stage_buffers))
+
+
 def large_buckets(x: CostInputs) -> CostInputs:
     """Assume that data parallelism reduces and gathers through buckets of half a billion elements (DeepSpeed's ZeRO by
     default)."""
@@ -334,6 +346,24 @@ def copied_updates(x: CostInputs) -> CostInputs:
     """Assume that the optimiser step holds two more fp32 values per parameter that it updates: ``torch.optim.AdamW``
     with ``foreach=True``, its default; unscaled copies of gradients."""
     return replace(x, update_bytes=x.update_bytes + 8.0, workspace_limit_bytes=np.full(len(x), np.inf))
+
+
+def updates_in_place(x: CostInputs) -> CostInputs:
+    """Assume that the optimiser step has no intermediate results: one kernel reads gradients in their format and writes
+    weights and states (apex's and DeepSpeed's ``FusedAdam``, ``torch.optim.AdamW`` with ``fused=True``)."""
+    return replace(x, workspace_limit_bytes=np.zeros(len(x)), update_bytes=np.zeros(len(x)))
+
+
+def kept_gradients(x: CostInputs) -> CostInputs:
+    """Assume that gradients stay allocated between steps (``zero_grad(set_to_none=False)``), or that the blocks they
+    leave in the allocator's cache do not fit the logits."""
+    return replace(x, keeps_gradients=np.ones(len(x)))
+
+
+def loose_gates(x: CostInputs) -> CostInputs:
+    """Assume that gate, activated gate and their product are separate tensors that are all kept (the MLP of
+    transformers, torchtitan and PaddleNLP without compilation or a fused kernel)."""
+    return replace(x, fused=np.where(x.compiled > 0, x.fused, 0.0))
 
 
 def weights_stay_gathered(x: CostInputs) -> CostInputs:
@@ -377,17 +407,24 @@ HABITS = (
     Habit("whole gradients", 0.15, whole_gradients),
     Habit("short states", 0.1, short_states),
     Habit("gathered logits", 0.1, gathered_logits),
-    Habit("copied logits", 0.2, copied_logits),
+    Habit("copied logits", 0.2, copied_logits, ("fused loss",)),
+    Habit("fused loss", 0.15, fused_loss),
     Habit("whole tables", 0.05, whole_tables),
     Habit("kept gathered inputs", 0.1, kept_gathered_inputs),
     Habit("whole batch in flight", 0.05, whole_batch_in_flight),
+    Habit("deep buffers", 0.05, deep_buffers, ("whole batch in flight",)),
     Habit("large buckets", 0.1, large_buckets),
     Habit("weights stay gathered", 0.05, weights_stay_gathered),
     Habit("loose norms", 0.2, loose_norms),
-    Habit("copied updates", 0.2, copied_updates),
+    Habit("loose gates", 0.2, loose_gates),
+    Habit("copied updates", 0.2, copied_updates, ("updates in place",)),
+    Habit("updates in place", 0.15, updates_in_place),
+    Habit("kept gradients", 0.1, kept_gradients, ("long gradients",)),
 )
-MAX_HABITS = 2
-"""Most habits of a structure: larger sets are unlikely, and too many to distinguish."""
+MAX_SURPRISES = 2
+"""Most habits in which a structure differs from what is likeliest: more are too many to distinguish."""
+LEAST_SHARE = 0.002
+"""Probability below which a structure is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,9 +447,12 @@ KNOWN = (Structure("as described"),)
 
 
 def _structures_of(habits: tuple[Habit, ...]) -> Iterator[Structure]:
-    """Yield every set of up to ``MAX_HABITS`` compatible habits, with the probability of exactly these habits."""
-    for number in range(MAX_HABITS + 1):
-        for chosen in itertools.combinations(habits, number):
+    """Yield the sets of compatible habits that differ from the likeliest one in up to ``MAX_SURPRISES``, with the odds
+    of exactly these habits."""
+    likely = {habit.name for habit in habits if habit.probability > 0.5}
+    for number in range(MAX_SURPRISES + 1):
+        for surprises in itertools.combinations([habit.name for habit in habits], number):
+            chosen = tuple(habit for habit in habits if (habit.name in likely) != (habit.name in surprises))
             if {other for habit in chosen for other in habit.rules_out} & {habit.name for habit in chosen}:
                 continue
             odds = math.prod(habit.probability / (1 - habit.probability) for habit in chosen)
@@ -421,25 +461,40 @@ def _structures_of(habits: tuple[Habit, ...]) -> Iterator[Structure]:
 
 _KERNELS_OF_THEIR_OWN = {
     "copied logits": 0.03,
+    "fused loss": 0.1,
     "loose norms": 0.03,
+    "loose gates": 0.03,
     "copied updates": 0.05,
+    "updates in place": 0.3,
+    "kept gradients": 0.03,
     "short states": 0.03,
     "large buckets": 0.03,
     "whole tables": 0.02,
+    "deep buffers": 0.02,
     "gathered logits": 0.03,
     "kept gathered inputs": 0.03,
     "weights stay gathered": 0.02,
     "whole gradients": 0.05,
 }
-_PLAIN_TORCH = {"copied logits": 0.6, "loose norms": 0.4, "copied updates": 0.4}
+_PLAIN_TORCH = {
+    "copied logits": 0.6,
+    "fused loss": 0.2,
+    "loose norms": 0.4,
+    "loose gates": 0.4,
+    "copied updates": 0.4,
+    "kept gradients": 0.2,
+}
 SOFTWARE: Mapping[tuple[str, ...], Mapping[str, float]] = {
-    ("megatron", "nemo", "primus", "mindspeed", "modellink"): _KERNELS_OF_THEIR_OWN,
-    ("composer", "foundry", "maxtext", "paxml"): {"copied logits": 0.03},
+    # MindSpeed fuses gates with --use-fused-swiglu only.
+    ("mindspeed", "modellink"): {**_KERNELS_OF_THEIR_OWN, "loose gates": 0.4},
+    ("megatron", "nemo", "primus"): _KERNELS_OF_THEIR_OWN,
+    ("composer", "foundry", "maxtext", "paxml"): {"copied logits": 0.03, "fused loss": 0.5},
     ("torchtitan", "fsdp", "transformers", "accelerate", "lightning", "torchtune", "factory", "swift", "hugging"): (
         _PLAIN_TORCH
     ),
+    ("oneflow", "libai"): {**_KERNELS_OF_THEIR_OWN, "deep buffers": 0.9, "fused loss": 0.6, "updates in place": 0.6},
     ("deepspeed",): {"large buckets": 0.5, "short gradients": 0.4, "copied logits": 0.3, "loose norms": 0.3},
-    ("paddle",): {"whole gradients": 0.4, "copied logits": 0.5, "loose norms": 0.3},
+    ("paddle",): {"whole gradients": 0.6, "copied logits": 0.5, "loose norms": 0.3, "loose gates": 0.4},
 }
 """Habits of known software, by words in its name; the others have the probabilities of unknown software."""
 
@@ -449,7 +504,9 @@ def structures_of_software(name: str) -> tuple[Structure, ...]:
     """Return the structures of the software with this name: a recipe's, or one that a source states."""
     lower = name.lower()
     habits = next((found for words, found in SOFTWARE.items() if any(word in lower for word in words)), {})
-    return tuple(_structures_of(tuple(replace(h, probability=habits.get(h.name, h.probability)) for h in HABITS)))
+    found = list(_structures_of(tuple(replace(h, probability=habits.get(h.name, h.probability)) for h in HABITS)))
+    total = sum(structure.probability for structure in found)
+    return tuple(structure for structure in found if structure.probability > LEAST_SHARE * total)
 
 
 def distinct_structures(structures: tuple[Structure, ...], x: CostInputs) -> list[tuple[Structure, CostInputs]]:
@@ -458,7 +515,7 @@ def distinct_structures(structures: tuple[Structure, ...], x: CostInputs) -> lis
     alone = {habit.name: _has_effect(habit, x) for structure in structures for habit in structure.habits}
     for structure in structures:
         felt = tuple(habit.name for habit in structure.habits if alone[habit.name])
-        if len(felt) < len(structure.habits) and felt in found:
+        if felt in found:
             kept, columns = found[felt]
             found[felt] = Structure(kept.name, kept.probability + structure.probability, kept.habits), columns
         else:

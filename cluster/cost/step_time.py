@@ -95,14 +95,16 @@ def attention_flops_per_s(x: CostInputs, k: Coefficients, rate: Array) -> Array:
 
     Fused kernels are less efficient with fewer keys and smaller heads. A ring's ranks see the keys of one rank at a
     time. Matrices with rows not a multiple of 16 bytes miss the fast paths (NVIDIA, Matrix Multiplication Background
-    User's Guide, section 2), unless fused kernels pad them.
+    User's Guide, section 2), unless fused kernels pad them: loads halve with each factor of two that the size of a head
+    lacks.
     """
     gathers = x.cp_method == CP_METHODS.index("all_gather")
     keys = x.seq_length / np.where(gathers, 1.0, x.passing_keys)
     by_head = x.head_dim / (x.head_dim + HALF_HEAD) * (1 + HALF_HEAD / REFERENCE_HEAD)
     half = np.where(x.on_cores > 0, CORE_SHARE, 1.0) * HALF_SEQUENCE
     fused = keys / (keys + half) * by_head * np.where(x.aged_attention > 0, AGED_SHARE, 1.0)
-    plain = 1 / np.where(x.head_dim % 8 > 0, k["misaligned_cost"], 1.0)
+    halvings = np.log2(8 / np.gcd(np.rint(x.head_dim).astype(np.int64), 8))
+    plain = np.asarray(k["misaligned_cost"]) ** -halvings
     return np.asarray(rate * k["attention_efficiency"] * np.where(x.flash > 0, fused, plain))
 
 
@@ -362,7 +364,7 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Arra
     reduction = (half + across) * x.gradient_bytes
     turns = np.where(scattered, turn_seconds(x, k, x.num_shards, x.tp), 0.0)
     reduction, gathering = reduction + turns, half * x.gather_bytes + turns
-    window = k["gradient_overlap"] * backward
+    window = np.where(x.hides_reduction > 0, k["gather_overlap"], k["gradient_overlap"]) * backward
     gathering = np.where(x.hides_gathering > 0, exposed(gathering, window / 2, k), gathering)
     communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1
     earlier = np.where(x.zero_stage == 2, x.reductions - 1, 0.0) * exposed(half * x.gradient_bytes, window, k)

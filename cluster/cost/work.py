@@ -540,7 +540,7 @@ def in_flight(x: CostInputs) -> Array:
     """
     stage = np.arange(x.stage_layers.shape[1])[None, :]
     m, p, v = x.num_microbatches[:, None], x.pp[:, None], x.num_virtual_stages[:, None]
-    plain = np.minimum(m, p - stage)
+    plain = np.minimum(m, x.stage_buffers[:, None] * (p - stage))
     chunked = np.minimum(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
     zbv = (np.minimum(m, 2 * p - 1 - stage) + np.minimum(m, stage + 1)) / 2
     code = x.schedule[:, None]

@@ -95,6 +95,25 @@ def test_what_a_peak_counts_depends_on_the_log_it_comes_from(tmp_path):
     assert [row.reported.scope for row in rows] == ["allocated", "reserved", "allocated"]
 
 
+def test_flags_tell_layers_of_stages_batches_and_what_software_hides_or_shares(tmp_path):
+    pipeline = {"layers": "20", "n_params": "", "pp": "4", "tp": "1", "dp": "2", "n_gpus": "8", "vpp": ""}
+    blank = dict.fromkeys(("micro_batch", "n_micro_batches", "global_batch"), "")
+    listed, unequal, local, flagged, swapped = table_of(
+        tmp_path,
+        {**pipeline, "other_flags": "mc2 layers per stage 3,6,6,5"},
+        {**pipeline, "other_flags": "layers per stage 3,6,6,6"},
+        {**pipeline, **blank, "seq_len": "64", "other_flags": "schedule=1F1B; local batch 16 per DP rank"},
+        {**pipeline, "other_flags": "overlap-grad-reduce reuse-fp32-param", "precision": "bf16"},
+        {**pipeline, "other_flags": "swap-attention", "precision": "bf16"},
+    )
+    assert listed.inputs["stage_layers"] == [3, 6, 6, 5]
+    assert unequal.inputs["stage_layers"] == [5, 5, 5, 5], "other layers than the model has"
+    assert (local.inputs["micro_batch_size"], local.inputs["num_microbatches"]) == (4, 4)
+    assert (swapped.inputs["hides_reduction"], flagged.inputs["hides_reduction"]) == (0, 1)
+    assert flagged.inputs["optimizer_bytes"] == swapped.inputs["optimizer_bytes"] - 2
+    assert listed.out_of_memory is False and swapped.out_of_memory is None, "activations are in host memory"
+
+
 def test_evaluation_of_the_small_table():
     result = evaluate(read_table(TABLE), num_draws=1)
     vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")
