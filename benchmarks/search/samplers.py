@@ -10,7 +10,7 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from orchestrator.search.acquisition import Posterior, ProposalRound, Seen, plain_scores
+from orchestrator.search.acquisition import Posterior, ProposalRound, Seen, prior_order
 from orchestrator.search.search import MIN_KEPT
 
 
@@ -63,11 +63,11 @@ def guided(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator[int]
     times: dict[int, float] = {}
     oom: set[int] = set()
 
-    plain = plain_scores(posteriors.posterior, posteriors.seen({}, frozenset())) if posteriors.is_modelled else None
+    prior = prior_order(posteriors.posterior, posteriors.seen({}, frozenset())) if posteriors.is_modelled else None
 
     def ask() -> int | None:
         seen = posteriors.seen(times, frozenset(oom))
-        turn = ProposalRound(posteriors.posterior, seen, plain=plain, num_tried=len(times) + len(oom), keep=MIN_KEPT)
+        turn = ProposalRound(posteriors.posterior, seen, prior=prior, num_tried=len(times) + len(oom), keep=MIN_KEPT)
         found = turn.best()
         return found.index if found else None
 
@@ -94,7 +94,7 @@ def plain_order(problem: Searched, posteriors: Knowledge, seed: int) -> Iterator
 
 def by_prior(problem: Searched, posteriors: Knowledge) -> list[int]:
     """All configurations but the baseline by expected speed x probability to fit, before any trial, best first."""
-    scores = plain_scores(posteriors.posterior, posteriors.seen({}, frozenset()))[: len(problem)]
+    scores = prior_order(posteriors.posterior, posteriors.seen({}, frozenset())).scores[: len(problem)]
     return [int(row) for row in np.argsort(-scores, kind="stable") if row != problem.baseline]
 
 

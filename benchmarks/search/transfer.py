@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from benchmarks.search.priors import Earlier, Posteriors, Priors
 from benchmarks.search.samplers import guided
 from benchmarks.search.tables import FIGURES, Problem
-from orchestrator.search.acquisition import should_stop
-from orchestrator.search.search import MIN_MEASURED_TO_STOP, STOP_TOLERANCE
+from orchestrator.search.acquisition import STOP_TOLERANCE, should_stop
+from orchestrator.search.search import MIN_MEASURED_TO_STOP
 
 
 def in_sequence(problems: Sequence[Problem], prior: str, seed: int) -> Iterator[tuple[Problem, Posteriors]]:

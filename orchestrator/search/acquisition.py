@@ -218,12 +218,14 @@ SHORTLIST_SIZE = 4096
 """Number of candidates whose uncertainty is computed: the best ones under optimistic assumptions."""
 OPTIMISM = 2.0
 """Standard deviations below the mean, for the shortlist and the stopping rule."""
-MIN_PROBABILITY = 0.15
-"""Candidates that fit with less than this probability are tried last, however fast."""
 NUM_PLAIN = 4
 """Trials, including the baseline, that follow the prior order; measurements determine later ones."""
 PLAIN_EVERY = 2
 """Every n-th later proposal still follows the prior order, because the learned one may be wrong."""
+STOP_TOLERANCE = 0.01
+"""Least relative improvement that is worth a trial."""
+FAILURE_COST = STOP_TOLERANCE
+"""Cost of a trial that runs out of memory, as an increase of the log of the best time."""
 NOISY = 0.1
 """Standard deviation of a measured log time above which the upper end of its interval is the time to beat."""
 
@@ -269,37 +271,56 @@ class Proposal:
     """Expected log(peak / limit), given the observations; None: memory is not limited."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorOrder:
+    """What is expected of n candidates before any trial of the sweep. Arrays have shape (n,)."""
+
+    log_time: Array
+    log_fits: Array
+    """Log of the probability of fitting."""
+
+    @property
+    def scores(self) -> Array:
+        """Return the log of the expected speed, 0 if the candidate does not fit."""
+        return np.asarray(self.log_fits - self.log_time)
+
+
 class ProposalRound:
     """Successive proposals from one set of observations.
 
-    The first ones follow the prior order (:func:`plain_scores`), because one measurement of a plain baseline shows
-    little about distant candidates. Later ones maximize the expected improvement per device-second x the probability of
-    fitting, alternating with the prior order. So a search whose learning is misled takes at most twice as long as the
-    prior order alone. Running trials and new proposals count as measured at their expected times (kriging believer,
-    Ginsbourger et al. 2010). That changes only uncertainties, by one more column of explained variance. A further
-    proposal is therefore cheap, whatever the number of observations.
+    The first ones have the largest expected speed, 0 if they do not fit, by the expectation of times before any trial
+    and what trials showed of memory: one measurement of a plain baseline shows little about the times of distant
+    candidates. Later ones have the largest expected improvement per device-second, less the expected cost of running
+    out of memory, in turn with the order at the start, because what was learned may mislead. So how likely a candidate
+    must be to fit follows from what it promises.
+
+    Running trials and new proposals count as measured at their expected times (kriging believer, Ginsbourger et al.
+    2010). That changes only uncertainties, by one more column of explained variance. A further proposal is therefore
+    cheap, whatever the number of observations.
 
     Args:
-        plain: scores of all candidates before any trial, higher is better; None: unknown.
+        prior: expectations before any trial; None: unknown.
         num_tried: candidates tried or being tried, whatever their outcome.
-        keep: number of candidates to choose from, those with the best scores at first; half of them by ``plain``.
+        keep: number of candidates to choose from, those with the best scores at first; half of them by ``prior``.
     """
 
-    def __init__(self, posterior: Posterior, seen: Seen, *, plain: Array | None, num_tried: int, keep: int) -> None:
-        self._posterior = posterior
-        self._num_tried, self._has_plain = num_tried, plain is not None
-        plain = np.zeros(len(posterior)) if plain is None else plain
+    def __init__(
+        self, posterior: Posterior, seen: Seen, *, prior: PriorOrder | None, num_tried: int, keep: int
+    ) -> None:
+        self._posterior, self._usual_cost_s = posterior, float(np.median(posterior.cost_s))
+        self._num_tried, self._has_prior = num_tried, prior is not None
         log_times: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
         residual = _assume(posterior, _learned(posterior, seen), log_times, seen.running)
         self._scale = residual.scale
         self._incumbent = incumbent(seen)
         open_rows = _open_rows(posterior, seen)
-        plainest = _largest(plain, open_rows, max(1, keep // 2))
+        plainest = open_rows[:0] if prior is None else _largest(prior.scores, open_rows, max(1, keep // 2))
         learned = _shortlist(posterior, residual, open_rows, min(SHORTLIST_SIZE, 4 * keep))
         self._rows = np.union1d(learned, plainest)
-        self._plain = plain[self._rows]
         self._memory = memory_after(posterior, seen)
-        self._fits = probability_fits(posterior, seen, self._rows)
+        self._fits = _fits(self._memory, self._rows)
+        speed = np.zeros(len(self._rows)) if prior is None else -prior.log_time[self._rows]
+        self._plain = speed + _log(self._fits)
         self._mean = posterior.log_time[self._rows] + residual.mean(self._rows)
         explained, self._variance = residual.explain(self._rows)
         self._is_left = np.ones(len(self._rows), dtype=bool)
@@ -351,22 +372,21 @@ class ProposalRound:
     def _is_plain(self) -> bool:
         """Whether the next proposal follows the prior order."""
         is_start = self._num_tried < NUM_PLAIN or self._incumbent is None
-        return self._has_plain and (is_start or self._num_tried % PLAIN_EVERY == 0)
+        return self._has_prior and (is_start or self._num_tried % PLAIN_EVERY == 0)
 
     @property
     def _score(self) -> Array:
-        """Return the expected improvement of log time per device-second; before any measurement, relative speed."""
+        """Return the expected improvement of log time in a trial's usual device-seconds, less the cost of a failure;
+        before any measurement, log of the expected speed."""
         if self._incumbent is None:
-            score = np.exp(self._mean.min(initial=np.inf) - self._mean) * self._fits
-        else:
-            improvement = expected_improvement(self._incumbent, self._mean, self._std)
-            score = improvement * self._fits / self._posterior.cost_s[self._rows]
-        return np.asarray(np.where(self._fits >= MIN_PROBABILITY, score, score * 1e-6))
+            return _log(self._fits) - self._mean
+        improvement = expected_improvement(self._incumbent, self._mean, self._std)
+        trials = self._posterior.cost_s[self._rows] / self._usual_cost_s
+        return np.asarray(self._fits * improvement / trials - (1 - self._fits) * FAILURE_COST)
 
     def _plain_order(self) -> NDArray[np.intp]:
-        """Return the candidates' indices in the prior order, equal ones by learned scores; those unlikely to fit come
-        last."""
-        return np.lexsort((self._mean, -self._plain.round(4), self._fits < MIN_PROBABILITY))
+        """Return the candidates' indices in the prior order, equal ones by learned times."""
+        return np.lexsort((self._mean, -self._plain.round(4)))
 
     def _order(self) -> NDArray[np.intp]:
         """Return the candidates' indices, best first; by standard deviations to the best if improvements underflow."""
@@ -397,14 +417,10 @@ class _Columns:
         self._num += 1
 
 
-def plain_scores(posterior: Posterior, seen: Seen) -> Array:
-    """Return log(expected speed x probability of fitting) of every candidate, given observations before any trial.
-
-    The posterior includes only measurements of earlier sweeps. Candidates that hardly fit come last.
-    """
+def prior_order(posterior: Posterior, seen: Seen) -> PriorOrder:
+    """Return what is expected of every candidate, given observations before any trial: those of earlier sweeps."""
     fits = probability_fits(posterior, seen, np.arange(len(posterior)))
-    scores = np.log(np.maximum(fits, 1e-30)) - expected_log_times(posterior, seen)
-    return np.asarray(np.where(fits >= MIN_PROBABILITY, scores, scores - 1e3))
+    return PriorOrder(log_time=expected_log_times(posterior, seen), log_fits=_log(fits))
 
 
 def expected_log_times(posterior: Posterior, seen: Seen) -> Array:
@@ -412,22 +428,21 @@ def expected_log_times(posterior: Posterior, seen: Seen) -> Array:
     return np.asarray(posterior.log_time + _learned(posterior, seen).mean(np.arange(len(posterior))))
 
 
-def should_stop(
-    posterior: Posterior, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
-) -> bool:
+def should_stop(posterior: Posterior, seen: Seen, *, tolerance: float = 0.0) -> bool:
     """Whether no remaining candidate is likely to beat the best by more than ``tolerance`` (relative).
 
-    This holds if every open candidate that fits with at least ``min_probability`` is slower, even ``OPTIMISM`` standard
-    deviations below its expected time. Never before the first measurement.
+    What an open candidate promises is how much faster than the best it is ``OPTIMISM`` standard deviations below its
+    expected time, if it fits, less the cost of a failure. Never before the first measurement.
     """
     if not seen.times_s:
         return False
     open_rows = _open_rows(posterior, seen)
     residual = _learned(posterior, seen)
     rows = _shortlist(posterior, residual, open_rows)
-    rows = rows[probability_fits(posterior, seen, rows) >= min_probability]
     optimistic = posterior.log_time[rows] + residual.mean(rows) - OPTIMISM * residual.std(rows)
-    return bool(np.all(optimistic >= (incumbent(seen) or 0.0) + np.log1p(-tolerance)))
+    gain = np.maximum((incumbent(seen) or 0.0) - optimistic, 0.0)
+    fits = probability_fits(posterior, seen, rows)
+    return bool(np.all(fits * gain - (1 - fits) * FAILURE_COST <= -np.log1p(-tolerance)))
 
 
 def incumbent(seen: Seen) -> float | None:
@@ -442,13 +457,20 @@ def incumbent(seen: Seen) -> float | None:
 
 def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
     """Return the probability that each of ``rows`` fits in memory, given the outcomes so far."""
-    memory = memory_after(posterior, seen)
-    return np.ones(len(rows)) if memory is None else memory.probability_fits(rows)
+    return _fits(memory_after(posterior, seen), rows)
 
 
 def memory_after(posterior: Posterior, seen: Seen) -> MemoryBelief | None:
     """Return the belief about memory, given the observations; None: memory is not limited."""
     return posterior.memory_after(seen.peaks, (seen.times_s.keys() | seen.ran) - seen.peaks.keys(), seen.oom)
+
+
+def _fits(memory: MemoryBelief | None, rows: NDArray[np.intp]) -> Array:
+    return np.ones(len(rows)) if memory is None else memory.probability_fits(rows)
+
+
+def _log(probability: Array) -> Array:
+    return np.asarray(np.log(np.maximum(probability, 1e-30)))
 
 
 def _learned(posterior: Posterior, seen: Seen) -> Residual:

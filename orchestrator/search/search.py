@@ -23,16 +23,17 @@ from numpy.typing import NDArray
 from cluster.candidate_table import CandidateTable
 from cluster.cost.inputs import CostInputs
 from orchestrator.search.acquisition import (
+    STOP_TOLERANCE,
     Posterior,
+    PriorOrder,
     Proposal,
     ProposalRound,
     Seen,
     expected_log_times,
-    plain_scores,
+    prior_order,
     should_stop,
 )
 from orchestrator.search.knob_effects import RelativePredictor, memory_shares
-from orchestrator.search.memory_belief import Array
 from orchestrator.search.predictor import Predictor
 from orchestrator.space.inside import NOTHING_INSIDE, InsideBaseline, Refusals
 from orchestrator.space.knobs import INHERITED
@@ -242,8 +243,6 @@ MAX_BOUNDS = 128
 """Most trials stopped early that the residual also learns from: the latest."""
 MIN_MEASURED_TO_STOP = 4
 """Fewest measurements before the search may stop by itself."""
-STOP_TOLERANCE = 0.01
-"""Least expected relative improvement for the search to continue."""
 
 RUN_STD = 0.005
 """Standard deviation of the log of a step time from run to run (placement, clocks), which the interval of one run's
@@ -371,7 +370,7 @@ class GuidedSearch:
             proposals=ProposalRound(
                 posterior,
                 seen,
-                plain=self._plain,
+                prior=self._prior_order,
                 num_tried=num_trials - before.num_checks,
                 keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent),
             ),
@@ -443,12 +442,12 @@ class GuidedSearch:
         return self._predictor.posterior(self._predictor.earlier_times_s)
 
     @functools.cached_property
-    def _plain(self) -> Array | None:
-        """Return scores before any trial of this sweep; None if only knobs' usual effects are known."""
+    def _prior_order(self) -> PriorOrder | None:
+        """Return expectations before any trial of this sweep; None if only knobs' usual effects are known."""
         if not (isinstance(self._predictor, Predictor) and isinstance(self._predictor.inputs, CostInputs)):
             return None
         history, noise = self._predictor.earlier_times_s, self._predictor.earlier_noise
-        return plain_scores(self._posterior, Seen(history=history, noise_std=noise))
+        return prior_order(self._posterior, Seen(history=history, noise_std=noise))
 
     def _peak_bytes(self, found: Proposal, *, is_known: bool) -> float | None:
         """Return the expected peak; None if only usual effects are known, which are relative to a measured peak."""
@@ -526,7 +525,7 @@ def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     workload = state.sweep.workload
     speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {state.unit}"
     spread = math.expm1(proposal.log_std)
-    how = "largest expected improvement per device-second:"
+    how = "largest expected gain per device-second:"
     if proposal.is_plain or not measured:
         how = "best prediction before any trial" + ("; currently" if measured else ":")
     fits = f", fits with {chance(proposal.probability_fits)}" if proposal.probability_fits < 0.995 else ""

@@ -2,26 +2,29 @@
 
 import math
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.search.acquisition import (
+    FAILURE_COST,
     SHORTLIST_SIZE,
     ErrorModel,
     Posterior,
+    PriorOrder,
     ProposalRound,
     Seen,
     expected_improvement,
     incumbent,
     learn,
-    plain_scores,
+    prior_order,
     probability_fits,
     should_stop,
 )
-from orchestrator.search.memory_belief import MemoryBelief, Structured, normal_cdf
+from orchestrator.search.memory_belief import NUGGET_STD, MemoryBelief, Structured, normal_cdf
 
 
 def grid(n=12):
@@ -51,7 +54,7 @@ def num_tried(seen):
 
 def propose(posterior, seen, num=1):
     """Up to ``num`` candidates to measure at the same time, best first."""
-    turn, chosen = ProposalRound(posterior, seen, plain=None, num_tried=num_tried(seen), keep=SHORTLIST_SIZE), []
+    turn, chosen = ProposalRound(posterior, seen, prior=None, num_tried=num_tried(seen), keep=SHORTLIST_SIZE), []
     while len(chosen) < num and (proposal := turn.best()) is not None:
         chosen.append(proposal)
         turn.assume(proposal.index)
@@ -120,8 +123,7 @@ def test_running_trials_count_with_their_expectation():
 
 
 def test_cheaper_trials_come_first_among_equals():
-    error = ErrorModel(features=np.zeros((3, 1)), feature_std=np.zeros(1), places=np.eye(3) * 9)
-    posterior = Posterior(log_time=np.zeros(3), error=error, cost_s=np.array([1.0, 5.0, 1.0]))
+    posterior = separate(np.zeros(3), 0.1, cost_s=np.array([1.0, 5.0, 1.0]))
     assert propose(posterior, Seen(times_s={0: 1.0}))[0].index == 2
 
 
@@ -227,17 +229,82 @@ def test_normal_cdf(z):
 def test_the_first_proposals_and_every_second_later_one_follow_the_order_before_any_trial():
     """However misleading the measurements are."""
     posterior, truth = grid()
-    plain = plain_scores(posterior, Seen())
-    order = [int(row) for row in np.argsort(-plain, kind="stable") if row != 0]
+    prior = prior_order(posterior, Seen())
+    order = [int(row) for row in np.argsort(-prior.scores, kind="stable") if row != 0]
     times = {0: float(truth[0])}
     for num_tried in range(1, 14):
-        turn = ProposalRound(posterior, Seen(times_s=times), plain=plain, num_tried=num_tried, keep=SHORTLIST_SIZE)
+        turn = ProposalRound(posterior, Seen(times_s=times), prior=prior, num_tried=num_tried, keep=SHORTLIST_SIZE)
         found = turn.best()
         assert found is not None
         assert found.is_plain == (num_tried < 4 or num_tried % 2 == 0)
         if found.is_plain:
-            assert plain[found.index] == pytest.approx(max(plain[row] for row in order if row not in times), abs=1e-4)
+            expected = max(prior.scores[row] for row in order if row not in times)
+            assert prior.scores[found.index] == pytest.approx(expected, abs=1e-4)
         times[found.index] = 10.0 * float(truth[found.index])
+
+
+def separate(log_time, std=0.0, **options):
+    """Candidates that say nothing about each other; ``std``: of their log times."""
+    num = len(log_time)
+    error = ErrorModel(
+        features=np.eye(num) * std,
+        feature_std=np.ones(num),
+        places=np.zeros((num, 1)),
+        local_std=0.0,
+        common_std=1e-4,
+        noise_std=1e-3,
+    )
+    return Posterior(log_time=np.array(log_time), error=error, **{"cost_s": np.ones(num), **options})
+
+
+def fitting_with(posterior, chances):
+    """The posterior in which each candidate fits with its chance, whatever the others do."""
+    log_peak = 0.1 * np.array([-NormalDist().inv_cdf(chance) for chance in chances])
+    own_std = math.sqrt(0.1**2 - NUGGET_STD**2)
+    structure = Structured(
+        name="one", log_weight=0.0, mean=log_peak, features=np.zeros((len(chances), 1)), own_std=own_std
+    )
+    return replace(posterior, memory=MemoryBelief(structures=(structure,)))
+
+
+def test_the_order_before_any_trial_heeds_what_trials_showed_of_memory():
+    posterior = with_memory(separate([0.0, -0.5, -0.45, -0.2]), np.array([-2.0, -0.3, -0.3, -2.0]))
+    options = {"prior": prior_order(posterior, Seen()), "num_tried": 2, "keep": SHORTLIST_SIZE}
+    rows = [
+        ProposalRound(posterior, Seen(times_s={0: 1.0}, **outcomes), **options).best().index
+        for outcomes in ({}, {"ran": frozenset({1}), "excluded": frozenset({1})}, {"oom": frozenset({1})})
+    ]
+    assert rows == [1, 2, 3]
+
+
+CANDIDATE = st.tuples(st.floats(-1.5, 0.5), st.floats(0.02, 0.5), st.floats(1e-3, 1 - 1e-3), st.floats(0.2, 5.0))
+"""Log of the time relative to the best, its standard deviation, chance of fitting, cost of a trial."""
+
+
+@given(st.lists(CANDIDATE, min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_the_largest_expected_gain_per_cost_is_chosen_whatever_the_chance_to_fit_and_the_first_order(drawn, rng):
+    """As by integration over all outcomes of a trial. None is ruled out by a least chance."""
+    log_time, std, chance, cost_s = (
+        np.array([start, *values]) for start, values in zip((0, 0, 0.999, 1), zip(*drawn, strict=True), strict=True)
+    )
+    posterior = fitting_with(separate(log_time, std, cost_s=cost_s), chance)
+    wrong = PriorOrder(
+        log_time=np.array(rng.sample(range(len(std)), len(std)), dtype=float), log_fits=np.zeros(len(std))
+    )
+    turn = ProposalRound(posterior, Seen(times_s={0: 1.0}), prior=wrong, num_tried=5, keep=SHORTLIST_SIZE)
+    quantiles = np.linspace(-8, 8, 4001)
+    density = np.exp(-0.5 * quantiles**2)
+    gains = np.maximum(-(log_time[1:, None] + std[1:, None] * quantiles), 0) @ density / density.sum()
+    worth = chance[1:] * gains * np.median(cost_s) / cost_s[1:] - (1 - chance[1:]) * FAILURE_COST
+    assert worth[turn.best().index - 1] >= worth.max() - 1e-4
+
+
+@given(st.floats(0.0, 1.0), st.floats(1e-3, 1 - 1e-3), st.floats(0.001, 0.2))
+def test_the_search_goes_on_as_long_as_a_candidate_promises_more_than_the_tolerance(gain, chance, tolerance):
+    promised = chance * gain - (1 - chance) * FAILURE_COST
+    assume(abs(promised + math.log1p(-tolerance)) > 1e-3)
+    posterior = fitting_with(separate([0.0, 1.0, -gain]), [0.999, 0.999, chance])
+    assert should_stop(posterior, Seen(times_s={0: 1.0}), tolerance=tolerance) == (promised < -math.log1p(-tolerance))
 
 
 def test_a_disturbed_measurement_does_not_distort_the_others():
