@@ -8,7 +8,6 @@ from benchmarks.against.peers import optimisers, search
 from benchmarks.against.rows import Row, table
 from benchmarks.search.generic.programs import MADE
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # imports of Ax
 
 
