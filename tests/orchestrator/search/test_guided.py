@@ -149,7 +149,7 @@ def test_memory_predictions_learn_from_measurements(peak):
         return ended(number, measured(truth()[candidate][0], tokens_per_step=WORKLOAD.tokens_per_step, **changes))
 
     events, search = [*start()[:-1], taking(BASELINE, 0)], make_search()
-    for number in range(1, 7):
+    for number in range(1, 6):
         suggestion = search.suggest(number, fold(events))
         ratio = suggestion.expected.peak_bytes / peaks[suggestion.candidate]
         events += [proposed(number, suggestion.candidate), launched(number), taking(suggestion.candidate, number)]
