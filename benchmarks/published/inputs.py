@@ -197,7 +197,7 @@ def _stage_layers(f: Mapping[str, str], num_layers: int, pp: int) -> list[int]:
 
 
 def _local_batch(f: Mapping[str, str], pp: float) -> tuple[float, float] | None:
-    """Micro-batch size and number of micro-batches of a row that tells only a rank's batch: in a pipeline, as many
+    """Micro-batch size and number of micro-batches of a row that states only a rank's batch: in a pipeline, as many
     micro-batches as stages (torchtitan's default)."""
     found = _LOCAL_BATCH.search(f["other_flags"])
     if found is None or f["micro_batch"] or f["n_micro_batches"]:

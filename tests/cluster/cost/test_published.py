@@ -95,7 +95,7 @@ def test_what_a_peak_counts_depends_on_the_log_it_comes_from(tmp_path):
     assert [row.reported.scope for row in rows] == ["allocated", "reserved", "allocated"]
 
 
-def test_flags_tell_layers_of_stages_batches_and_what_software_hides_or_shares(tmp_path):
+def test_flags_give_stage_layers_batches_and_overlap(tmp_path):
     pipeline = {"layers": "20", "n_params": "", "pp": "4", "tp": "1", "dp": "2", "n_gpus": "8", "vpp": ""}
     blank = dict.fromkeys(("micro_batch", "n_micro_batches", "global_batch"), "")
     listed, unequal, local, flagged, swapped = table_of(
