@@ -84,6 +84,12 @@ def _mark_exhaustive(items):
             raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(unknown))}, only {known}")
 
 
+def pytest_collection_finish():
+    """Collections of tests, and of what they fork, need not visit all modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_stays():
     """The next test of this process, whichever it is, must be able to make its own."""

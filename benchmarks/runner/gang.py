@@ -14,7 +14,7 @@ PRELOAD = ("trials.worker", "torch._dynamo.backends.debugging", "torch._inductor
 """Modules that the server imports. Those of the compiler are else imported by every rank that compiles."""
 
 _START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload([*PRELOAD, "pytest", "hypothesis"])
+_START.set_forkserver_preload([*PRELOAD, "pytest", "hypothesis", "benchmarks.runner.frozen"])
 
 
 class RankError(RuntimeError):

@@ -598,15 +598,12 @@ def _feed(trainer: Trainer, batches: Iterator[Batch], memory_format: torch.memor
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep Python's garbage collector out of the measured steps; :class:`Measurer` runs it between them.
-
-    Freezing existing objects (mostly torch's modules, which take the collector 0.2 s) keeps those runs short.
+    """Keep Python's garbage collector out of the measured steps; :class:`Measurer` collects the young objects between
+    them.
     """
     gc.collect(1)
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()

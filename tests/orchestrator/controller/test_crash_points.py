@@ -173,7 +173,7 @@ def reported(folder):
 @pytest.fixture(scope="module")
 def processes():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "benchmarks.runner.frozen"])
     return context
 
 

@@ -64,7 +64,7 @@ def invariants(home: Home) -> list[Record]:
 def forked(call: Callable[..., None], args: Sequence[Any]) -> BaseProcess:
     """A process that does the call."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "benchmarks.runner.frozen"])
     process = context.Process(target=call, args=args)
     process.start()
     return process
