@@ -34,10 +34,6 @@ SMALL = Workload(
 )
 
 
-def _small(micro_batch_size: int = 2, **given: Any) -> TrialSpec:
-    return _trial(SMALL, micro_batch_size, given)
-
-
 _FULL = Recompute(full=((4,),))
 _FEED_FORWARD = Recompute(selective=(SelectiveRecompute(pattern="feed_forward", num_layers=((4,),)),))
 _ZERO2 = {"dp_shard": 2, "zero_stage": 2}
@@ -45,43 +41,52 @@ _ZERO3 = {"dp_shard": 2, "zero_stage": 3}
 _PP2 = {"pp": 2, "stage_layers": ((2, 2),)}
 _PP2_CHUNKS = {"pp": 2, "stage_layers": ((1, 1), (1, 1)), "num_virtual_stages": 2}
 
-FAMILIES: dict[str, TrialSpec] = {
-    "single, fp32": _small(),
-    "single, full recompute": _small(recompute=_FULL),
-    "single, selective recompute": _small(recompute=_FEED_FORWARD),
-    "single, O1 bf16": _small(precision=O1),
-    "single, O1 bf16, full recompute": _small(precision=O1, recompute=_FULL),
-    "single, O1 fp8": _small(precision=Precision(level="O1-fp8", dtype="bfloat16")),
-    "single, O2 bf16": _small(precision=O2),
-    "ZeRO-3 x2, O2, norms and head in fp32": _small(
-        **_ZERO3, precision=Precision(level="O2", dtype="bfloat16", keep_fp32=(".*norm", "output"))
-    ),
-    "ZeRO-3 x2, O2 fp8": _small(**_ZERO3, precision=Precision(level="O2-fp8", dtype="bfloat16")),
-    "DDP x2": _small(dp_replicate=2),
-    "ZeRO-1 x2": _small(dp_shard=2, zero_stage=1),
-    "ZeRO-2 x2": _small(**_ZERO2),
-    "ZeRO-3 x2": _small(**_ZERO3),
-    "ZeRO-3 x2, full recompute": _small(**_ZERO3, recompute=_FULL),
-    "ZeRO-3 x2, O2 bf16": _small(**_ZERO3, precision=O2),
-    "PP2 1F1B": _small(1, **_PP2),
-    "PP2 GPipe": _small(1, **_PP2, schedule="gpipe"),
-    "PP2 interleaved": _small(1, **_PP2_CHUNKS, schedule="interleaved"),
-    "PP2 ZBV": _small(1, **_PP2_CHUNKS, schedule="zbv"),
-    "TP2 DTensor": _small(tp=2),
-    "TP2 DTensor, sequence parallel": _small(tp=2, sequence_parallel=True),
-    "TP2 local": _small(tp=2, tp_engine="local"),
-    "TP2 local, sequence parallel": _small(tp=2, tp_engine="local", sequence_parallel=True),
-    "TP2 local, sequence parallel, copies of positions": _small(
-        1, tp=2, tp_engine="local", sequence_parallel=True, num_copies=2
-    ),
-    "CP2 all-gather": _small(cp=2),
-    "CP2 Ulysses": _small(cp=2, cp_method="ulysses"),
-    "CP2 ring": _small(cp=2, cp_method="ring"),
-    "CP4 hybrid": _small(cp=4, cp_method="hybrid", ulysses_degree=2),
-    "ZeRO-3 x2, TP2": _small(**_ZERO3, tp=2),
-    "ZeRO-3 x2, PP2": _small(1, **_ZERO3, **_PP2),
-}
-"""Trials that run on this machine, for real and simulated."""
+
+def families(workload: Workload) -> dict[str, TrialSpec]:
+    """Trials that run on this machine, for real and simulated."""
+
+    def small(micro_batch_size: int = 2, **given: Any) -> TrialSpec:
+        return _trial(workload, micro_batch_size, given)
+
+    return {
+        "single, fp32": small(),
+        "single, full recompute": small(recompute=_FULL),
+        "single, selective recompute": small(recompute=_FEED_FORWARD),
+        "single, O1 bf16": small(precision=O1),
+        "single, O1 bf16, full recompute": small(precision=O1, recompute=_FULL),
+        "single, O1 fp8": small(precision=Precision(level="O1-fp8", dtype="bfloat16")),
+        "single, O2 bf16": small(precision=O2),
+        "ZeRO-3 x2, O2, norms and head in fp32": small(
+            **_ZERO3, precision=Precision(level="O2", dtype="bfloat16", keep_fp32=(".*norm", "output"))
+        ),
+        "ZeRO-3 x2, O2 fp8": small(**_ZERO3, precision=Precision(level="O2-fp8", dtype="bfloat16")),
+        "DDP x2": small(dp_replicate=2),
+        "ZeRO-1 x2": small(dp_shard=2, zero_stage=1),
+        "ZeRO-2 x2": small(**_ZERO2),
+        "ZeRO-3 x2": small(**_ZERO3),
+        "ZeRO-3 x2, full recompute": small(**_ZERO3, recompute=_FULL),
+        "ZeRO-3 x2, O2 bf16": small(**_ZERO3, precision=O2),
+        "PP2 1F1B": small(1, **_PP2),
+        "PP2 GPipe": small(1, **_PP2, schedule="gpipe"),
+        "PP2 interleaved": small(1, **_PP2_CHUNKS, schedule="interleaved"),
+        "PP2 ZBV": small(1, **_PP2_CHUNKS, schedule="zbv"),
+        "TP2 DTensor": small(tp=2),
+        "TP2 DTensor, sequence parallel": small(tp=2, sequence_parallel=True),
+        "TP2 local": small(tp=2, tp_engine="local"),
+        "TP2 local, sequence parallel": small(tp=2, tp_engine="local", sequence_parallel=True),
+        "TP2 local, sequence parallel, copies of positions": small(
+            1, tp=2, tp_engine="local", sequence_parallel=True, num_copies=2
+        ),
+        "CP2 all-gather": small(cp=2),
+        "CP2 Ulysses": small(cp=2, cp_method="ulysses"),
+        "CP2 ring": small(cp=2, cp_method="ring"),
+        "CP4 hybrid": small(cp=4, cp_method="hybrid", ulysses_degree=2),
+        "ZeRO-3 x2, TP2": small(**_ZERO3, tp=2),
+        "ZeRO-3 x2, PP2": small(1, **_ZERO3, **_PP2),
+    }
+
+
+FAMILIES = families(SMALL)
 
 
 def compiled(spec: TrialSpec) -> TrialSpec:

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.dryrun.cases import FAMILIES, compiled
-from tests.trials.simulated import simulated_runs
+from benchmarks.dryrun.cases import compiled
+from tests.trials.simulated import FAMILIES, simulated_runs
 from trials.dryrun.estimate import DryRunRequest, Traffic
 from trials.precision import autocast
 from trials.spec import (

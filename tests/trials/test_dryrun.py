@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.dryrun.allocator import peak_bytes
-from benchmarks.dryrun.cases import FAMILIES, LARGE
+from benchmarks.dryrun.cases import LARGE
 from benchmarks.dryrun.gang import measured_peaks
 from benchmarks.dryrun.pipelines import PIPELINES, pipeline
 from orchestrator.planning.dry_runs import representative_rank
-from tests.trials.simulated import replies_of, simulated_peaks, simulated_runs
+from tests.trials.simulated import FAMILIES, replies_of, simulated_peaks, simulated_runs
 from tests.trials.test_own_parity import spec_of
 from trials.dryrun.__main__ import run_children
 from trials.dryrun.estimate import BUILD, DryRunRequest, StageEstimate
@@ -117,7 +117,7 @@ def test_peak_with_latent_attention_matches_a_real_run(name):
 
 def _split_experts(name):
     spec = FAMILIES[name]
-    experts = Experts(num_experts=4, top_k=2, ffn_hidden_size=352, num_dense_layers=1, routing="balanced")
+    experts = Experts(num_experts=4, top_k=2, ffn_hidden_size=176, num_dense_layers=1, routing="balanced")
     model = dataclasses.replace(spec.workload.model, experts=experts)
     layout = dataclasses.replace(spec.candidate.layout, ep=2)
     return dataclasses.replace(
@@ -220,10 +220,10 @@ EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "gpipe", "interleaved, un
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_are_extrapolated(name):
-    """Of most pipelines two stages, others from one pipeline to the next: a simulation in full takes seconds."""
+    """Of most pipelines one stage, another from one pipeline to the next: a simulation in full takes seconds."""
     spec, first = PIPELINES[name], list(PIPELINES).index(name)
     pp = spec.candidate.layout.pp
-    chosen = range(pp) if name in EVERY_STAGE else sorted({first % pp, (first + pp // 2) % pp})
+    chosen = range(pp) if name in EVERY_STAGE else [first % pp]
     _assert_extrapolation_is_exact(spec, chosen)
 
 
@@ -444,7 +444,7 @@ def test_a_step_of_zero_1_reduces_and_gathers_buckets():
 
 
 def test_an_update_of_16_bits_takes_a_bounded_workspace(monkeypatch):
-    monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 1 << 20)
+    monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 1 << 18)
     run = _simulated("DDP x2", 1, Precision(level="O2", dtype="bfloat16"))
-    assert 4 * run.num_parameters > 8 << 20
-    assert 0 < _most(run, "temporary", "optimizer") <= 1 << 20
+    assert 4 * run.num_parameters > 8 << 18
+    assert 0 < _most(run, "temporary", "optimizer") <= 1 << 18

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.dryrun.cases import FAMILIES
 from benchmarks.dryrun.gang import measured_peaks
 from tests.support.streams import StreamRaceError, StreamWatch, WatchedEvent
 from tests.trials.gang import differences, run_gang
 from tests.trials.ranks import run_ranks
-from tests.trials.simulated import simulated_runs
+from tests.trials.simulated import FAMILIES, simulated_runs
 from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
 from trials import offload
 from trials import offload as host

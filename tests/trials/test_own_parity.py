@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.dryrun.cases import FAMILIES
 from tests.support import ROOT
 from tests.trials.gang import differences, run_gang
-from tests.trials.simulated import simulated_runs
+from tests.trials.simulated import FAMILIES, simulated_runs
 from trials.dryrun.estimate import DryRunRequest
 from trials.reports import FusedOperator
 from trials.spec import (
@@ -157,18 +156,21 @@ KNOBS = {
 }
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
-NOT_FOR |= {("headless", knob) for knob in KNOBS if "tp" not in knob and knob != "one"}
+NOT_FOR |= {("headless", knob) for knob in KNOBS if knob not in ("one", "tp", "tp-full", "tp-block", "tp-pp")}
 NOT_FOR |= {(model, knob) for model in ("encoder", "gpt_neox") for knob in KNOBS if "fused" in knob}
 DATASETS = {"convolver": f"{MODULE}:pictures"}
 OF_IMAGES = ("nhwc", "auto", "nhwc-zero3-O1")
 NOT_FOR |= {(model, knob) for model in MODELS for knob in KNOBS if model != "convolver" and knob in OF_IMAGES}
 NOT_FOR |= {("convolver", knob) for knob in KNOBS if knob not in OF_IMAGES}
 OF_VARIANTS = {
+    "encoder": "one accumulation full O1 O1-fp16 block model ddp zero1 zero2 zero3 zero3-full-O1 tp tp-full tp-block"
+    " pp zbv",
     "qwen3": "one accumulation O1 block zero1 zero3 tp tp-full pp zbv tp-chunks-zbv fused-tp",
     "qwen3-tied": "one block zero1 zero3 tp tp-zero2 chunks-zero3-O2 tp-chunks",
     "gpt_neox": "one O1 zero1 zero3-block tp-full tp-zero2 pp zbv chunks-zero3-O2 tp-chunks",
 }
-"""Knobs that another architecture may break: its norms, biases and tied weights are sharded, cut, chunked, compiled."""
+"""Knobs that another architecture may break: its norms, biases and tied weights are sharded, cut, chunked, compiled.
+The encoder computes its own loss; llama shows what layouts do to each other."""
 NOT_FOR |= {(model, knob) for model, those in OF_VARIANTS.items() for knob in KNOBS if knob not in those.split()}
 """Combinations that legality refuses; of decoders like another, and of the one whose head computes no loss, what the
 others show."""
