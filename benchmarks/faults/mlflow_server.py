@@ -31,7 +31,7 @@ class MlflowServer:
         host = self._cluster.controller
         with (self._home / "server.log").open("ab") as log:
             self._process = self._cluster.popen(host, *command, env=ENV, stdout=log, stderr=log)
-        wait_until(lambda: host.listens(PORT), "the MLflow server", limit_s=150.0)
+        wait_until(lambda: host.listens(PORT), "the MLflow server")
 
     def kill(self) -> None:
         """End it at once, whatever it is doing."""

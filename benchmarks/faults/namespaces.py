@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 """How long to wait for something that takes a moment, on a machine that has much else to do."""
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount")
 INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); signal.pause()"

@@ -137,7 +137,7 @@ class RayNodes:
         for some in (hosts[i : i + 2] for i in range(0, len(hosts), 2)):
             for host in some:
                 self._start_node(host)
-            wait_until(functools.partial(self._have_joined, some), "the nodes to join", limit_s=180.0)
+            wait_until(functools.partial(self._have_joined, some), "the nodes to join")
 
     def _start_node(self, host: Host) -> None:
         num_cpus = 0 if host is self.controller else self._devices

@@ -162,7 +162,7 @@ launched again. ``python -m benchmarks.faults`` has every fault."""
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.fault
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", SWEEPS, ids=lambda names: ", ".join(names))
 def test_faults_lose_duplicate_and_leave_nothing(names, repaired, stage, undisturbed, tmp_path):
