@@ -118,9 +118,8 @@ PRECISIONS = {
 GRAPHS = {
     "eager": Kernels(),
     "block": Kernels(compile="block", backend="aot_eager"),
-    "model": Kernels(compile="model", backend="eager"),
 }
-"""``aot_eager`` traces the backward pass too, as real backends do, but takes twice as long."""
+"""``aot_eager`` traces the backward pass too, as real backends do."""
 LOSSES = {"loss": 1, "chunked-loss": 3}
 """Chunks of head and loss; three do not divide the positions of a micro-batch."""
 OFFLOADS = {
@@ -151,10 +150,7 @@ def workload_of(precision):
 
 
 def kernels_of(row):
-    kernels = dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]])
-    # Without AOTAutograd, torch does not let a chosen operator (rms_norm) write in place.
-    is_selective = row["recompute"] in ("selective", "mixed")
-    return dataclasses.replace(kernels, backend="aot_eager") if kernels.compile == "model" and is_selective else kernels
+    return dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]])
 
 
 def spec_of(row):

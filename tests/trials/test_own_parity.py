@@ -213,7 +213,8 @@ def results(world_size, few):
         models = {case.partition("/")[0] for case in CASES if (case in FEW) == few}
         names += [f"{model}/one" for model in sorted(models) if f"{model}/one" not in names]
     with tempfile.TemporaryDirectory() as folder:
-        return dict(zip(names, run_gang([spec_of(name) for name in names], Path(folder)), strict=True))
+        found = run_gang([spec_of(name) for name in names], Path(folder), counts_peaks=few)
+        return dict(zip(names, found, strict=True))
 
 
 def size_of(case):

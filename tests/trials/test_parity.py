@@ -121,6 +121,18 @@ NEUTRAL = {
 }  # fmt: skip
 
 
+WHOLE_GRAPHS = (
+    {"pp": "gpipe-looped", "recompute": "mixed", "precision": "O1-fp16", "loss": "chunked-loss"},
+    {"pp": "1f1b", "dp": "ddp", "precision": "O2-fp16", "offload": "host-optimizer"},
+    {"dp": "zero1", "loss": "chunked-loss"},
+    {"dp": "zero3-last", "cp": "all-gather", "embedding": "sharded-embedding", "precision": "O2-bf16"},
+    {"dp": "replicate", "cp": "ring", "recompute": "full"},
+    {"tp": "tp", "precision": "O2-fp16"},
+    {"tp": "local-sp-copies"},
+)
+"""Knobs of trials that compile the whole model at once, instead of its blocks."""
+
+
 BASELINES = {
     dataclasses.replace(workload, optimizer=optimizer): "/".join(filter(None, (size, clip)))
     for workload, size in ((WORKLOAD, "m1/O0"), (WIDE, "wide"))
@@ -141,6 +153,12 @@ def matrix():
     for layout_name in ("ddp", "zero3"):
         spec = spec_of({**NEUTRAL, "dp": layout_name, "batches": "m2"})
         specs[f"{layout_name}/m2/O0/model-aot"] = changed(spec, kernels=Kernels(compile="model", backend="aot_eager"))
+    for knobs in WHOLE_GRAPHS:
+        row = {**NEUTRAL, "batches": "m2", **knobs}
+        # Without AOTAutograd, torch does not let a chosen operator (rms_norm) write in place.
+        backend = "aot_eager" if row["recompute"] == "mixed" else "eager"
+        kernels = dataclasses.replace(spec_of(row).candidate.kernels, compile="model", backend=backend)
+        specs[f"{name_of(row)}/model"] = changed(spec_of(row), kernels=kernels)
     for name, (layout, level) in GATHERED_FP8.items():
         precision = Precision(level=level, dtype="bfloat16", fp8_gather=True)
         spec = tiny_spec(layout, workload=WIDE, num_microbatches=2, precision=precision)
@@ -193,6 +211,7 @@ def representatives():
             "zero3/O2-fp8",
             "zero3/O2-fp8-gather",
             "zero3/keep-fp32",
+            "zero1/m2/O0/chunked-loss/model",
             "copies/positions",
             "hybrid4/block/full",
         }
@@ -231,7 +250,7 @@ def results(part):
 
 def run_all(names):
     with tempfile.TemporaryDirectory() as folder:
-        results = run_gang([MATRIX[name] for name in names], Path(folder), before=check_all)
+        results = run_gang([MATRIX[name] for name in names], Path(folder), before=check_all, counts_peaks=False)
         return dict(zip(names, results, strict=True))
 
 
