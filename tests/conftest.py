@@ -85,7 +85,7 @@ def _mark_exhaustive(items):
 
 
 def pytest_collection_finish():
-    """Collections of tests, and of what they fork, need not visit all modules and tests."""
+    """Garbage collections in tests, and in processes that they fork, skip the modules and tests loaded by now."""
     gc.collect()
     gc.freeze()
 

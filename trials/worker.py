@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where rank 0 writes its report as JSON (default: stdout)")
     parser.add_argument("--profile-dir", type=Path, help="directory for the files of a profile (default: write none)")
     args = parser.parse_args()
-    gc.freeze()  # collections need not visit torch's modules
+    gc.freeze()  # garbage collections skip torch's modules
     if args.profile_dir is not None:
         os.environ[FOLDER_VARIABLE] = str(args.profile_dir.absolute())
     is_first = RankIdentity.from_env().rank == 0

@@ -134,7 +134,7 @@ def endure(faults: Sequence[Fault], cluster: RayNodes, stage: Stage, folder: Pat
             scene.server.kill()
     story = sweep.story()
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not leaks(cluster), "nothing to be left", limit_s=90.0)
+        wait_until(lambda: not leaks(cluster), "nothing to be left", limit_s=30.0)
     noticed_s = times_s[-1][1]
     return Endured(
         detected_s=tuple(noticed_s - struck_s for struck_s, noticed_s in times_s),
@@ -156,7 +156,7 @@ def _struck(faults: Sequence[Fault], scene: Scene) -> list[tuple[float, float]]:
             _wait_for_gang(scene)
             struck_s = time.time()
             fault.strike(scene)
-            wait_until(functools.partial(fault.is_noticed, scene), f"{fault.name} to be noticed")
+            wait_until(functools.partial(fault.is_noticed, scene), f"{fault.name} to be noticed", limit_s=150.0)
             times_s.append((struck_s, time.time()))
             if i + 1 < len(faults):
                 scene.stage.forget_held()

@@ -1,4 +1,4 @@
-"""Imported last by a fork server: collections in its children skip what is there by now, mostly torch's modules."""
+"""Imported last by a fork server: garbage collections in its children skip the objects that exist by then."""
 
 import gc
 

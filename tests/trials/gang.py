@@ -32,7 +32,7 @@ def run_gang(specs, tmp_path, *, timeout_s=120.0, **options):
     """Run trials of one world size one after the other in one gang; per trial rank 0's report, or the root cause.
 
     A failed trial ends its gang, as in production; the next trial starts with a fresh one. Reports of all ranks must
-    agree on losses and norms. Without ``counts_peaks``, trials do without the further step that counts live tensors.
+    agree on losses and norms. ``counts_peaks=False`` skips the extra step that counts live tensors.
     """
     results = []
     while len(results) < len(specs):

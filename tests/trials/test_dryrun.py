@@ -220,7 +220,7 @@ EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "gpipe", "interleaved, un
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_are_extrapolated(name):
-    """Of most pipelines one stage, another from one pipeline to the next: a simulation in full takes seconds."""
+    """Of most pipelines one stage, which differs between them: a full simulation takes seconds."""
     spec, first = PIPELINES[name], list(PIPELINES).index(name)
     pp = spec.candidate.layout.pp
     chosen = range(pp) if name in EVERY_STAGE else [first % pp]

@@ -598,9 +598,7 @@ def _feed(trainer: Trainer, batches: Iterator[Batch], memory_format: torch.memor
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep Python's garbage collector out of the measured steps; :class:`Measurer` collects the young objects between
-    them.
-    """
+    """Keep the garbage collector out of the measured steps; :class:`Measurer` collects young objects between them."""
     gc.collect(1)
     gc.disable()
     try:
