@@ -15,7 +15,7 @@ from tests.trials.gang import RankFailure, differences, run_gang
 from tests.trials.initial import check_all
 from tests.trials.parity_knobs import THREE_STEPS, WORKLOAD, read_rows, spec_of
 from tests.trials.ranks import planted
-from tests.trials.test_parity import NEUTRAL, name_of, tolerances
+from tests.trials.test_parity import MATRIX, NEUTRAL, name_of, tolerances
 from tests.trials.tiny import tiny_spec
 from trials.dryrun.tracker import fake_process_group
 from trials.legality import violations
@@ -65,7 +65,10 @@ def split_specs(specs):
 
 WHOLE = legal(dense_specs())
 RECOMPUTED_COPIES = {**NEUTRAL, "dp": "zero3", "tp": "local-sp-copies", "recompute": "full", "batches": "m2"}
-SPLIT = split_specs(dense_specs() | {name_of(RECOMPUTED_COPIES): with_experts(spec_of(RECOMPUTED_COPIES))})
+WHOLE_GRAPHS = {name: with_experts(spec) for name, spec in MATRIX.items() if name.endswith("/model")}
+SPLIT = split_specs(
+    dense_specs() | WHOLE_GRAPHS | {name_of(RECOMPUTED_COPIES): with_experts(spec_of(RECOMPUTED_COPIES))}
+)
 SPECS = WHOLE | SPLIT
 
 
