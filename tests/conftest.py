@@ -44,6 +44,23 @@ def _secrets_are_forgotten():
         os.environ[secrets.VARIABLES] = before
 
 
+class FailuresAtOnce:
+    """Shows each failure when it happens: a run that is cut off has shown what failed until then."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write_line(f"\n{report.when} of {report.nodeid}\n{report.longreprtext[-3000:]}")
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
 WEIGHTS = {"slow": 5, "exhaustive": 1, "ray": 10, "fault": 5, "representative": 2}
 """About how long a test of a marker takes, relative to each other."""
 PATIENT_S = 500

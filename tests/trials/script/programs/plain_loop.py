@@ -69,6 +69,7 @@ def main(a):
         dist.init_process_group("gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
+    held = torch.ones(a.hold, dtype=torch.uint8)
     model = wrapped((Odd if a.odd else Model)(a.recompute), a)
     parameters = list(nn.Module.parameters(model)) if not a.odd else list(model.embed.parameters())
     half = len(parameters) // 2 if a.optimizers == 2 else len(parameters)
@@ -99,6 +100,7 @@ def main(a):
         print(f"rank {rank}/{world} step {step} loss {mean:.6f}", flush=True)
         if step == a.fail_at:
             raise MemoryError("as if this were real")
+    assert len(held) == a.hold
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -110,6 +112,7 @@ if __name__ == "__main__":
     p.add_argument("--accum", type=int, default=1)
     p.add_argument("--optimizers", type=int, default=1)
     p.add_argument("--fail-at", type=int, default=0)
+    p.add_argument("--hold", type=int, default=0, help="bytes")
     p.add_argument("--overflow-at", type=int, default=0)
     p.add_argument("--recompute", choices=["none", "reentrant", "full"], default="none")
     p.add_argument("--wrap", choices=["ddp", "fsdp2"], default="ddp")
