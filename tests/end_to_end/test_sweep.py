@@ -302,7 +302,7 @@ def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_can_resume(tmp_pa
 @pytest.mark.fault
 def test_sigterm_shuts_down_cleanly_and_the_next_submit_resumes(tmp_path):
     home = fresh_home(tmp_path)
-    file = sweeps.write(tmp_path, measure={"num_steps": 3000, "max_steps": 3000}, budget={"max_trials": 1})
+    file = sweeps.write(tmp_path, measure={"num_steps": 400, "max_steps": 400}, budget={"max_trials": 1})
     process = command("submit", file, home=home)
     while num_events(home) < 4:
         assert process.poll() is None, process.communicate()

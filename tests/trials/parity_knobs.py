@@ -135,6 +135,23 @@ OTHERS = {
     "recompute": RECOMPUTES, "precision": PRECISIONS, "graph": GRAPHS, "loss": LOSSES, "offload": OFFLOADS,
     "clip": CLIPS,
 }  # fmt: skip
+RARE = {
+    "pp": ("gpipe",),
+    "dp": ("replicate", "zero2-last"),
+    "tp": ("local",),
+    "recompute": ("mixed",),
+    "precision": ("O1-fp16", "O1-lists"),
+    "offload": ("host-both",),
+}
+"""Values whose code others run too: they are tried in a few trials of their own, not with every value."""
+
+
+def common(families):
+    """Their values that are tried in pairs."""
+    return {
+        family: {name: value for name, value in values.items() if name not in RARE.get(family, ())}
+        for family, values in families.items()
+    }
 
 
 def layout_of(row):
@@ -189,13 +206,14 @@ def cost(row):
 
 @functools.cache
 def covering(max_ranks_compiled=MAX_RANKS_COMPILED):
-    neutral = {family: next(iter(values)) for family, values in OTHERS.items()}
+    others = common(OTHERS)
+    neutral = {family: next(iter(values)) for family, values in others.items()}
     cores = []
-    for values in itertools.product(*LAYOUT_FAMILIES.values(), NUM_MICROBATCHES):
+    for values in itertools.product(*common(LAYOUT_FAMILIES).values(), NUM_MICROBATCHES):
         core = dict(zip((*LAYOUT_FAMILIES, "batches"), values, strict=True))
         if layout_of(core).world_size <= MAX_RANKS and is_legal({**core, **neutral}):
             cores.append(core)
-    return Covering(cores, OTHERS, functools.partial(is_legal, max_ranks_compiled=max_ranks_compiled), cost)
+    return Covering(cores, others, functools.partial(is_legal, max_ranks_compiled=max_ranks_compiled), cost)
 
 
 FAMILIES = (*LAYOUT_FAMILIES, "batches", *OTHERS)

@@ -92,7 +92,7 @@ def test_peak_matches_a_real_run(name):
 
 
 @pytest.mark.representative("llama/pp")
-@pytest.mark.parametrize("case", ["llama/pp", "llama/one", "encoder/one", "encoder/pp", "encoder/zero3"])
+@pytest.mark.parametrize("case", ["llama/pp", "encoder/one", "encoder/zero3"])
 def test_peak_of_an_imported_module_matches_a_real_run(case):
     spec = spec_of(case)
     layout = spec.candidate.layout
@@ -105,7 +105,7 @@ def test_peak_of_an_imported_module_matches_a_real_run(case):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ZeRO-1 x2", "TP2 local"])
+@pytest.mark.parametrize("name", ["TP2 local"])
 def test_peak_with_latent_attention_matches_a_real_run(name):
     spec = FAMILIES[name]
     latent = LatentAttention(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
@@ -128,7 +128,7 @@ def _split_experts(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute", "ZeRO-1 x2", "DDP x2"])
+@pytest.mark.parametrize("name", ["ZeRO-3 x2", "ZeRO-3 x2, full recompute", "ZeRO-1 x2"])
 def test_peak_of_split_experts_matches_a_real_run(name):
     """With equal shares, as the real router gives here; all tokens on one rank take more."""
     spec = _split_experts(name)
@@ -212,8 +212,8 @@ def test_layers_are_extrapolated():
     _assert_extrapolation_is_exact(spec, [0])
 
 
-EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "gpipe", "interleaved, uneven chunks", "zbv")
-"""Pipelines of which all stages are compared: one of each schedule, and those with unlike stages."""
+EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "interleaved, uneven chunks", "zbv")
+"""Pipelines of which all stages are compared: those with unlike stages."""
 
 
 @pytest.mark.slow

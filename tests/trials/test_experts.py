@@ -64,11 +64,17 @@ def split_specs(specs):
 
 
 WHOLE = legal(dense_specs())
-RECOMPUTED_COPIES = {**NEUTRAL, "dp": "zero3", "tp": "local-sp-copies", "recompute": "full", "batches": "m2"}
+FOR_EXPERTS = [
+    NEUTRAL | knobs
+    for knobs in (
+        {"dp": "zero3", "recompute": "full", "batches": "m4"},
+        {"dp": "ddp", "precision": "O2-bf16"},
+        {"tp": "local-sp", "recompute": "full", "loss": "chunked-loss"},
+        {"dp": "zero3", "tp": "local-sp-copies", "recompute": "full", "batches": "m2"},
+    )
+]
 WHOLE_GRAPHS = {name: with_experts(spec) for name, spec in MATRIX.items() if name.endswith("/model")}
-SPLIT = split_specs(
-    dense_specs() | WHOLE_GRAPHS | {name_of(RECOMPUTED_COPIES): with_experts(spec_of(RECOMPUTED_COPIES))}
-)
+SPLIT = split_specs(dense_specs() | WHOLE_GRAPHS | {name_of(row): with_experts(spec_of(row)) for row in FOR_EXPERTS})
 SPECS = WHOLE | SPLIT
 
 
@@ -82,11 +88,11 @@ def spread(names, count):
     return ordered[:: max(1, len(ordered) // count)][:count]
 
 
-USUAL_NAMES = (
-    *("ep2/zero3/m4/mixed/O0", "ep2/zero2/m1/O1-fp16/block", "ep2/zero1/m1", "ep2/ddp/m1/O2"),
-    "ep2/local-sp/m1/full",
-)
-SPLIT_USUAL = [name for name in SPLIT if name.startswith(USUAL_NAMES)]
+SPLIT_USUAL = [
+    name
+    for name in SPLIT
+    if name in [f"ep2/{name_of(row)}" for row in FOR_EXPERTS[:3]] or name.startswith("ep2/zero1/m1/O1")
+]
 
 
 def tried_split():

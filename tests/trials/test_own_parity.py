@@ -92,7 +92,6 @@ KNOBS = {
     "block": {"kernels": Kernels(compile="block", backend="aot_eager")},
     "model": {"kernels": Kernels(compile="model", backend="eager")},
     "ddp": {"layout": Layout(dp_replicate=2)},
-    "ddp-O2": {"layout": Layout(dp_replicate=2), "precision": O2},
     "zero1": {"layout": Layout(dp_shard=2, zero_stage=1)},
     "zero2": {"layout": Layout(dp_shard=2, zero_stage=2), "micro_batch_size": 2},
     "zero2-O2": {"layout": Layout(dp_shard=2, zero_stage=2), "precision": O2},
@@ -156,18 +155,20 @@ KNOBS = {
 }
 NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or "zbv" in knob}
 NOT_FOR |= {(model, knob) for model in ("encoder", "headless") for knob in KNOBS if "chunks" in knob}
-NOT_FOR |= {("headless", knob) for knob in KNOBS if knob not in ("one", "tp", "tp-full", "tp-block", "tp-pp")}
+NOT_FOR |= {("headless", knob) for knob in KNOBS if knob not in ("one", "tp-full", "tp-pp")}
 NOT_FOR |= {(model, knob) for model in ("encoder", "gpt_neox") for knob in KNOBS if "fused" in knob}
 DATASETS = {"convolver": f"{MODULE}:pictures"}
 OF_IMAGES = ("nhwc", "auto", "nhwc-zero3-O1")
 NOT_FOR |= {(model, knob) for model in MODELS for knob in KNOBS if model != "convolver" and knob in OF_IMAGES}
 NOT_FOR |= {("convolver", knob) for knob in KNOBS if knob not in OF_IMAGES}
 OF_VARIANTS = {
-    "encoder": "one accumulation full O1 O1-fp16 block model ddp zero1 zero2 zero3 zero3-full-O1 tp tp-full tp-block"
-    " pp zbv",
-    "qwen3": "one accumulation O1 block zero1 zero3 tp tp-full pp zbv tp-chunks-zbv fused-tp",
-    "qwen3-tied": "one block zero1 zero3 tp tp-zero2 chunks-zero3-O2 tp-chunks",
-    "gpt_neox": "one O1 zero1 zero3-block tp-full tp-zero2 pp zbv chunks-zero3-O2 tp-chunks",
+    "encoder": "one accumulation full O1 O1-fp16 block model ddp zero1 zero2 zero3 zero3-full-O1 tp tp-block pp zbv",
+    "llama": "one accumulation selective zero2-O2 zero3-full-O1 zero3-block replicate tp fused fused-zero3-O1 fused-tp"
+    " fused-pp-block chunks chunks-zero3-O2 chunks-model tp-model tp-O1 tp-chunks tp-chunks-zero2-O2 tp-chunks-zbv pp"
+    " pp-full pp-zero3-O1 tp-pp",
+    "qwen3": "one O1 zero1 zero3 tp-full tp-block pp zbv fused-tp",
+    "qwen3-tied": "one zero1 zero3 tp-zero2 chunks-zero3-O2 tp-chunks",
+    "gpt_neox": "one O1 zero1 tp-full pp zbv chunks-zero3-O2 tp-chunks",
 }
 """Knobs that another architecture may break: its norms, biases and tied weights are sharded, cut, chunked, compiled.
 The encoder computes its own loss; llama shows what layouts do to each other."""

@@ -73,13 +73,10 @@ CASES = {
     "single/O2/nhwc/recompute": {"precision": O2, "kernels": NHWC, "recompute": HALF},
     "single/blocks/recompute": {"kernels": graph("block"), "recompute": FULL},
     "single/model/nhwc": {"kernels": graph("model", memory_format="nhwc")},
-    "single/model/auto": {"kernels": graph("model", "eager", memory_format="auto")},
     "ddp": {"layout": DDP},
     "ddp/nhwc/recompute": {"layout": DDP, "kernels": NHWC, "recompute": FULL},
     "ddp/auto/O1": {"layout": DDP, "kernels": Kernels(memory_format="auto"), "precision": BF16},
     "ddp/O2": {"layout": DDP, "precision": O2},
-    "ddp/full-batch": {"layout": DDP, "loader": Loader(full_batch=True)},
-    "ddp/model": {"layout": DDP, "kernels": graph("model")},
     "replicate/nhwc": {"layout": FSDP2, "kernels": NHWC},
     "zero1/nhwc/O1": {"layout": ZERO1, "kernels": NHWC, "precision": BF16},
     "zero2/recompute": {"layout": ZERO2, "recompute": HALF},
@@ -96,7 +93,6 @@ LINEAR_CASES = {
     "linear/ddp/O2": {"layout": DDP, "precision": O2},
     "linear/blocks": {"kernels": graph("block")},
     "linear/zero3/O2": {"layout": ZERO3, "precision": O2},
-    "linear/zero3/model": {"layout": ZERO3, "kernels": graph("model")},
 }
 
 
