@@ -32,7 +32,7 @@ def run_gang(specs, tmp_path, *, timeout_s=120.0, **options):
     """Run trials of one world size one after the other in one gang; per trial rank 0's report, or the root cause.
 
     A failed trial ends its gang, as in production; the next trial starts with a fresh one. Reports of all ranks must
-    agree on losses and norms. ``counts_peaks=False`` skips the extra step that counts live tensors.
+    agree on losses and norms. ``counts_peaks=True`` takes the extra step that counts live tensors.
     """
     results = []
     while len(results) < len(specs):
@@ -94,7 +94,7 @@ def _rank_main(pipe, specs, folder, options):
 
     if "before" in options:
         options["before"]()
-    if not options.get("counts_peaks", True):
+    if not options.get("counts_peaks"):
         worker.MAX_PASSES = 0
     for i, spec in enumerate(specs):
         os.environ["TUNE_CLUSTER_RENDEZVOUS"] = f"file://{folder}/{i}"

@@ -119,7 +119,7 @@ USUAL = [*spread([name for name in TRIED[1:] if world_size(name) <= 2 and name i
 @functools.cache
 def results(size, names):
     with tempfile.TemporaryDirectory() as folder:
-        found = run_gang([SPECS[name] for name in names], Path(folder), before=check_all, counts_peaks=False)
+        found = run_gang([SPECS[name] for name in names], Path(folder), before=check_all)
     return dict(zip(names, found, strict=True))
 
 

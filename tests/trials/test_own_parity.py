@@ -242,7 +242,7 @@ def test_a_dry_run_counts_the_tensors_of_the_trial(tmp_path):
     """The built-in decoder, a module of the user's and one of transformers, within 10%."""
     ours = dataclasses.replace(FAMILIES["single, fp32"], protocol=PROTOCOL)
     specs = {"built-in": ours} | {case: spec_of(case) for case in ("encoder/one", "llama/one")}
-    reports = results(1, few=True) | {"built-in": run_gang([ours], tmp_path)[0]}
+    reports = results(1, few=True) | {"built-in": run_gang([ours], tmp_path, counts_peaks=True)[0]}
     counted = simulated_runs([DryRunRequest(spec=spec, rank=0, mode="cpu") for spec in specs.values()])
     found = {
         case: reports[case].peak_allocated_bytes / run.peak_bytes for case, run in zip(specs, counted, strict=True)

@@ -267,7 +267,7 @@ def results(part):
 
 def run_all(names):
     with tempfile.TemporaryDirectory() as folder:
-        results = run_gang([MATRIX[name] for name in names], Path(folder), before=check_all, counts_peaks=False)
+        results = run_gang([MATRIX[name] for name in names], Path(folder), before=check_all)
         return dict(zip(names, results, strict=True))
 
 
