@@ -167,6 +167,8 @@ class ModuleFacts:
     """Whether batch norm makes results depend on the micro-batch size."""
     has_convolutions: bool = False
     """Whether it has image convolutions, for which the memory format matters."""
+    has_loose_norms: bool = field(default=False, metadata=ADDED_LATER)
+    """Whether it has root-mean-square norms of several operators."""
     no_pipeline: str | None = None
     """Why pipeline stages cannot split it; None if they can."""
     no_tensor_parallel: str | None = None

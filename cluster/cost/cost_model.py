@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,12 +31,13 @@ from cluster.cost.inputs import (
 )
 from cluster.cost.peak_memory import MEMORY_TERMS, stage_bytes
 from cluster.cost.step_time import TIME_TERMS, step_seconds
+from cluster.cost.wide import keeps_head, no_wide_columns, wide_columns
 from cluster.cost.work import gathers_repeated, selective_shares, work_of
 from cluster.hardware.topology import Accelerator, ClusterDescription, outruns_flash_attention_2
 from trials.layout_rules import holds_plain
 from trials.lengths import expected_positions
 from trials.sizes import matmul_format, num_attention_weights, num_narrowing_weights
-from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
+from trials.spec import Candidate, Counts, HuggingFaceModel, Layout, LlamaModel, Workload, decoder_of
 
 # ---- Converts candidates of decoder workloads to inputs of the cost model
 
@@ -47,7 +48,7 @@ class _Part:
 
     reads: tuple[str, ...]
     """Fields of the candidate, or their attributes, such as ``layout.tp``."""
-    fields_of: Callable[[Workload, Candidate, ClusterDescription], dict[str, Any]]
+    fields_of: Callable[[Workload, Candidate, ClusterDescription], Mapping[str, Any]]
 
 
 def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription) -> CostInputs:
@@ -86,7 +87,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
 
 
 def _check(workload: Workload) -> None:
-    if not isinstance(workload.model, LlamaModel):
+    if decoder_of(workload.model) is None:
         raise NotImplementedError(f"{workload.model.kind} is not a decoder")
 
 
@@ -146,8 +147,9 @@ _OF_EXPERTS = ("expert_share", "num_experts", "experts_per_token", "expert_ffn",
 
 
 def _decoder(workload: Workload) -> LlamaModel:
-    assert isinstance(workload.model, LlamaModel)
-    return workload.model
+    decoder = decoder_of(workload.model)
+    assert decoder is not None
+    return decoder
 
 
 def _layout(workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, Any]:
@@ -214,7 +216,8 @@ def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescr
         "optimizer_bytes": 12.0 if low else 8.0,
         "cast_bytes": 2.0 if level == "O1" and layout.zero_stage < 3 else 0.0,
         "casts_operands": float(candidate.precision.is_fp8),
-        "gathered_bytes": 1.0 if candidate.precision.fp8_gather else 0.0 if low or level == "O0" else 4.0,
+        "gathered_bytes": 1.0 if candidate.precision.fp8_gather else 2.0 if low else 4.0,
+        "gathered_table_bytes": 2.0 if low else 4.0,
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,
@@ -227,6 +230,18 @@ def _peaks(_workload: Workload, candidate: Candidate, cluster: ClusterDescriptio
     return {"peak_flops_per_s": peak, "base_flops_per_s": base or peak}
 
 
+def _wide(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> Mapping[str, Any]:
+    """Return the fields on modules that stay in fp32."""
+    patterns, kernels = candidate.precision.keep_fp32, candidate.kernels
+    if not patterns:
+        return no_wide_columns(candidate.layout.pp)
+    name = "float32" if kernels.matmul_precision == "highest" else "tf32"
+    peak = cluster.accelerator.peak(name) or cluster.accelerator.peak("float32") or 0.0
+    model, is_plain = _decoder(workload), kernels.attention == "math"
+    columns = wide_columns(model, workload.seq_length, candidate.layout, patterns, plain_attention=is_plain)
+    return {**columns, "wide_flops_per_s": peak}
+
+
 def _loss_columns(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Return the memory and traffic of the loss. If one rank computes the loss of all logits, two fp32 copies exist,
     read or written in turn with the logits.
@@ -236,13 +251,15 @@ def _loss_columns(_workload: Workload, candidate: Candidate, _cluster: ClusterDe
     accumulate the gradient of the head's weights in fp32. A compiler's kernels read the logits once for the loss, and
     once for the gradient, which they write; nothing exists in fp32.
     """
-    size = 4.0 if candidate.precision.level == "O0" else 2.0
+    is_wide = keeps_head(candidate.precision.keep_fp32)
+    size = 4.0 if is_wide or candidate.precision.level == "O0" else 2.0
     chunks = candidate.kernels.loss_chunks
     if candidate.kernels.compile != "off":
         loss, sums = (size, 0.0) if chunks == 1 else (0.0, 4.0)
         return {"loss_bytes": loss, "loss_traffic": 3 * size, "loss_chunks": chunks, "head_sums_bytes": sums}
     if candidate.layout.tp == 1 and chunks == 1:
-        return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0, "head_sums_bytes": 0.0}
+        loss = 4.0 if is_wide else 8.0  # logits in fp32 are not copied
+        return {"loss_bytes": loss, "loss_traffic": 3 * (size + loss), "loss_chunks": 1.0, "head_sums_bytes": 0.0}
     sums = 4.0 if chunks > 1 else 0.0
     return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks, "head_sums_bytes": sums}
 
@@ -252,11 +269,16 @@ def _offload(_workload: Workload, candidate: Candidate, _cluster: ClusterDescrip
     return {"offload_activations": float(offload.activations), "offload_optimizer": float(offload.optimizer)}
 
 
-def _kernels(_workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
-    is_compiled, attention = float(candidate.kernels.compile != "off"), candidate.kernels.attention
+def _kernels(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
+    """Return what kernels fuse: compiled ones norms and gates; in modules of transformers, torch's operators norms, and
+    Liger's norms and gates, whose activation it computes again."""
+    kernels, model = candidate.kernels, workload.model
+    is_compiled, attention = kernels.compile != "off", kernels.attention
+    is_loose = isinstance(model, HuggingFaceModel) and model.facts.has_loose_norms
     return {
-        "fused": is_compiled,
-        "compiled": is_compiled,
+        "fused": float(is_compiled or kernels.fused == "liger"),
+        "loose_norms": float(is_loose and not is_compiled and kernels.fused == "auto"),
+        "compiled": float(is_compiled),
         "flash": float(attention != "math"),
         "aged_attention": float(attention != "cudnn" and outruns_flash_attention_2(cluster.accelerator.name)),
     }
@@ -323,9 +345,13 @@ _PARTS = (
     _Part(("layout", "recompute", "kernels.compile"), _recompute),
     _Part(("layout", "precision.level", "precision.fp8_gather"), _precision),
     _Part(("precision", "kernels.matmul_precision"), _peaks),
-    _Part(("layout.tp", "precision.level", "kernels.loss_chunks", "kernels.compile"), _loss_columns),
+    _Part(("layout", "precision.keep_fp32", "kernels.attention", "kernels.matmul_precision"), _wide),
+    _Part(
+        ("layout.tp", "precision.level", "precision.keep_fp32", "kernels.loss_chunks", "kernels.compile"),
+        _loss_columns,
+    ),
     _Part(("layout.dp", "layout.pp", "micro_batch_size", "loader.batching"), _batch),
-    _Part(("kernels.compile", "kernels.attention"), _kernels),
+    _Part(("kernels.compile", "kernels.attention", "kernels.fused"), _kernels),
     _Part(("offload",), _offload),
     _Part(("layout.dp", "layout.world_size", "loader.full_batch"), _reading),
     _Part(("loader.num_workers", "loader.tuning"), _reading_ahead),

@@ -25,6 +25,7 @@ from cluster.cost.usual import (
 )
 from cluster.hardware.topology import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
+from trials.layout_rules import holds_plain
 from trials.sizes import activation_elements, model_flops_per_token, num_kernels, num_parameters
 from trials.spec import Candidate, ImageFolderData, LinearModel, PythonData, ResNetModel, UserModel, Workload
 
@@ -145,6 +146,8 @@ OPERAND_BYTES = {"O0": 4, "O1": 2, "O2": 2}
 """Bytes of an activation element, by AMP level."""
 GRADIENT_BYTES = {"O0": 4, "O1": 4, "O2": 2}
 """Bytes of a gradient, by AMP level."""
+GATHERED_BYTES = {"O0": 4, "O1": 4, "O2": 2}
+"""Bytes of a weight that ZeRO-3 gathers, by AMP level."""
 PARAM_BYTES = {"O0": 16, "O1": 18, "O2": 16}
 """Bytes per parameter: weights, gradients, AdamW's states, master weights and autocast's copies, by AMP level."""
 PASSES_PER_ACTIVATION = 3
@@ -189,7 +192,7 @@ class _Known:
 
 
 def _counted_by(candidate: Candidate) -> tuple[object, ...]:
-    """Return the knobs that determine FLOPs, collectives and memory: all except data loading and kernels."""
+    """Return the knobs that determine FLOPs, collectives and memory: all except data loading and memory formats."""
     kernels = candidate.kernels
     return (
         candidate.layout,
@@ -198,6 +201,8 @@ def _counted_by(candidate: Candidate) -> tuple[object, ...]:
         candidate.precision,
         kernels.compile,
         kernels.attention,
+        kernels.fused,
+        kernels.loss_chunks,
     )
 
 
@@ -256,13 +261,15 @@ def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
     ZeRO-3 send the gradients of every micro-batch, unless they wait for the last. ZeRO-3 also gathers the weights for
     forward and backward of every micro-batch."""
     layout, level = candidate.layout, candidate.precision.base
-    num_params, size = num_parameters(workload.model), GRADIENT_BYTES[level]
+    num_params = num_parameters(workload.model)
+    size = GRADIENT_BYTES[level] if holds_plain(layout) else 4
     number = max(1, candidate.num_microbatches(workload.global_batch_size))
     reductions = number if layout.zero_stage >= 2 and layout.gradient_reduction == "each" else 1
     shared = _others(layout.dp_shard) * num_params
     if layout.zero_stage != 3:
         return 2 * _others(layout.world_size) * num_params * size + shared * size * (reductions - 1)
-    gathers = 2 * number * OPERAND_BYTES[level]
+    # FSDP casts before gathering at O2 only, and reduces in fp32.
+    gathers = 2 * number * GATHERED_BYTES[level]
     across = 2 * _others(layout.dp_replicate) * num_params / layout.dp_shard * size
     return shared * (gathers + size * reductions) + across
 

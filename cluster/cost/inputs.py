@@ -109,6 +109,8 @@ class CostInputs:
     and each micro-batch gathers them once."""
     gathered_bytes: Array
     """Bytes per weight of a layer that ZeRO gathers; 0: those of an activation element."""
+    gathered_table_bytes: Array
+    """The same for embedding and head; 0: those of an activation element."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -128,6 +130,20 @@ class CostInputs:
     """Share of the kept activation bytes that selective recompute drops in the other layers of each rank."""
     stage_repeated: Array
     """Share of the forward pass that selective recompute repeats in the other layers of each rank."""
+    stage_wide_weights: Array
+    """Weights of each pipeline rank's layers in modules that stay in fp32 at level O2; see :mod:`cluster.cost.wide`."""
+    stage_wide_products: Array
+    """Multiplications per token in these modules, forward."""
+    stage_wide_kept: Array
+    """Elements per token that they keep in four bytes instead of two."""
+    stage_wide_traffic: Array
+    """Bytes per token that they read and write beyond those in 16 bits, forward."""
+    wide_embedding: Array
+    """1: the embedding is in fp32 at level O2."""
+    wide_head: Array
+    """1: so is the head, with its logits."""
+    wide_flops_per_s: Array
+    """Dense matmul peak of modules in fp32; 0 if there are none."""
     recompute_communication: Array
     """Share of layers whose sequence shards are gathered again in the backward pass."""
     keeps_gathered: Array
@@ -211,6 +227,11 @@ class CostInputs:
         return np.where(self.gathered_bytes > 0, self.gathered_bytes, self.compute_bytes)
 
     @property
+    def gather_table_bytes(self) -> Array:
+        """Bytes per weight of embedding or head that ZeRO gathers."""
+        return np.where(self.gathered_table_bytes > 0, self.gathered_table_bytes, self.compute_bytes)
+
+    @property
     def exchanging_heads(self) -> Array:
         """Context-parallel ranks that exchange heads for positions."""
         by_heads, hybrid = (self.cp_method == CP_METHODS.index(method) for method in ("ulysses", "hybrid"))
@@ -250,7 +271,9 @@ class CostInputs:
         return CostInputs(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
-DEFAULTS: Mapping[str, float] = {
+DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("stage_wide_weights", "stage_wide_products", "stage_wide_kept", "stage_wide_traffic"), (0.0,)),
+    **dict.fromkeys(("wide_embedding", "wide_head", "wide_flops_per_s"), 0.0),
     "head_sums_bytes": 0.0,
     "stage_buffers": 1.0,
     "hides_collectives": 0.0,
@@ -263,6 +286,7 @@ DEFAULTS: Mapping[str, float] = {
     "gathers_once": 0.0,
     "stays_gathered": 0.0,
     "gathered_bytes": 0.0,
+    "gathered_table_bytes": 0.0,
     "buffer_bytes": 0.0,
     "on_cores": 0.0,
     "expert_share": 0.0,
@@ -277,7 +301,16 @@ DEFAULTS: Mapping[str, float] = {
 }
 """Defaults of fields that rows may omit."""
 
-STAGE_FIELDS = ("stage_layers", "stage_full", "stage_dropped", "stage_repeated")
+STAGE_FIELDS = (
+    "stage_layers",
+    "stage_full",
+    "stage_dropped",
+    "stage_repeated",
+    "stage_wide_weights",
+    "stage_wide_products",
+    "stage_wide_kept",
+    "stage_wide_traffic",
+)
 """Fields of :class:`CostInputs` with one column per pipeline rank."""
 
 

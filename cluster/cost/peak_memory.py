@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, SCHEDULES, Array, Coefficients, CostInputs
+from cluster.cost.wide import WIDE_BYTES, WIDE_STATE_BYTES, has_wide, per_layer
 from cluster.cost.work import (
     Work,
     copied_rows,
     experts_params,
     in_flight,
     inner_width,
+    is_first,
     is_last,
     layers_params,
     tables_params,
@@ -96,7 +98,8 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
     logits = work.tokens * x.vocab / x.tp / x.loss_chunks
     sums = x.vocab * x.hidden / x.tp * x.head_sums_bytes
-    head = is_last(x) * ((logits * (x.compute_bytes + x.loss_bytes) + sums) * k["head_factor"])[:, None]
+    logit_bytes = np.where(x.wide_head > 0, WIDE_BYTES, x.compute_bytes)
+    head = is_last(x) * ((logits * (logit_bytes + x.loss_bytes) + sums) * k["head_factor"])[:, None]
     exchanged = np.where(held > 0, _exchanged_bytes(x, work)[:, None], 0.0)
     at_loss = head >= repeated + exchanged
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
@@ -143,7 +146,30 @@ def _held_params(x: CostInputs, work: Work, zero_stage: int) -> Array:
     return np.asarray(layers + tables_params(x) / table_shards[:, None])
 
 
+def _held_wide(x: CostInputs, zero_stage: int) -> Array:
+    """Same as :func:`_held_params`, of those in fp32 at level O2."""
+    shards = np.where(x.zero_stage >= zero_stage, x.num_shards, 1.0)
+    table_shards = np.where(x.shard_embedding > 0, x.dp * x.cp, shards)
+    tables = is_first(x) * x.wide_embedding[:, None] + is_last(x) * x.wide_head[:, None]
+    return np.asarray(x.stage_wide_weights / shards[:, None] + tables * (x.vocab * x.hidden / table_shards)[:, None])
+
+
 def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
+    found = _narrow_state_bytes(x, work, k)
+    if not has_wide(x):
+        return found
+    # ZeRO-2 keeps gathered weights in addition to the shards.
+    states = np.where(x.zero_stage == 2, WIDE_BYTES + WIDE_STATE_BYTES, WIDE_STATE_BYTES)
+    longer = {
+        "weights": _held_wide(x, 3) * (WIDE_BYTES - x.weight_bytes)[:, None],
+        "gradients": _held_wide(x, 2) * (WIDE_BYTES - x.gradient_bytes)[:, None],
+        "optimizer": _held_wide(x, 1) * ((states - x.optimizer_bytes) * (1 - x.offload_optimizer))[:, None],
+    }
+    return {name: size + longer[name] * k["state_factor"] for name, size in found.items()}
+
+
+def _narrow_state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
+    """Return the bytes of states if no module stays in fp32."""
     trained = x.trained_share[:, None] * k["state_factor"]
     return {
         "weights": _held_params(x, work, 3) * (x.weight_bytes + x.cast_bytes)[:, None] * k["state_factor"],
@@ -195,9 +221,11 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
     kept = layer_activation_bytes(x, work)
     layer_input = work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0)
     plain_layers = x.stage_layers - x.stage_full
-    plain = kept[:, None] * (1 - x.stage_dropped)
+    wide = per_layer(x, x.stage_wide_kept) * ((WIDE_BYTES - x.compute_bytes) * work.tokens)[:, None]
+    kept = kept[:, None] + wide
+    plain = kept * (1 - x.stage_dropped)
     per_microbatch = plain_layers * plain + x.stage_full * layer_input[:, None]
-    repeated = kept[:, None] * np.maximum(x.stage_full > 0, x.stage_dropped)
+    repeated = kept * np.maximum(x.stage_full > 0, x.stage_dropped)
     held = in_flight(x) * per_microbatch
     few = HELD_LAYERS * per_microbatch / np.maximum(x.stage_layers, 1)
     return np.where(x.offload_activations[:, None] > 0, np.minimum(held, few), held), repeated
@@ -212,7 +240,9 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     splits = (x.pp > 1) & (x.schedule == SCHEDULES.index("zbv"))
     stays = np.maximum(x.gathers_once, np.where(splits, 0.0, x.stays_gathered))
     whole = _held_params(x, work, 4) * (stays * weight)[:, None]
-    gathered = np.maximum(whole, (block * (2 * weight + gradient))[:, None])
+    longer = 2 * (WIDE_BYTES - weight) + np.maximum(0.0, WIDE_BYTES - gradient)
+    blocks = (block * (2 * weight + gradient))[:, None] + per_layer(x, x.stage_wide_weights) * longer[:, None]
+    gathered = np.maximum(whole, blocks)
     return np.where(((x.zero_stage == 3) & (x.num_shards > 1))[:, None], gathered, 0.0)
 
 

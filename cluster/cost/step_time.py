@@ -9,6 +9,7 @@ import numpy as np
 
 from cluster.cost.inputs import CP_METHODS, Array, Coefficients, CostInputs
 from cluster.cost.peak_memory import layer_activation_bytes
+from cluster.cost.wide import WIDE_BYTES, has_wide, mean_bytes, per_layer
 from cluster.cost.work import (
     COMPILED_TRAFFIC_SHARE,
     Work,
@@ -126,6 +127,19 @@ def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tu
     return matmul + attention + elementwise, backward
 
 
+def wide_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tuple[Array, Array]:
+    """Return the seconds that modules in fp32 add to forward and backward pass of each pipeline rank, shape (n,
+    stages): matmuls at the rate of that format, longer elements, and casts."""
+    if not x.stage_wide_weights.any():
+        return np.zeros(x.stage_layers.shape), np.zeros(x.stage_layers.shape)
+    peak = np.where(x.wide_flops_per_s > 0, x.wide_flops_per_s, x.base_flops_per_s)
+    usual = _large_flops_per_s(k, x.peak_flops_per_s, x.base_flops_per_s)
+    wide_rate = rate * _large_flops_per_s(k, peak, peak) / usual
+    matmul = x.stage_wide_products * (2 * work.tokens * (1 / wide_rate - 1 / rate))[:, None]
+    moved = x.stage_wide_traffic * (work.tokens / (x.memory_bytes_per_s * k["memory_efficiency"]))[:, None]
+    return matmul + moved, 2 * matmul + 1.5 * moved
+
+
 def low_precision_gain(x: CostInputs, k: Coefficients) -> Array:
     """Return the speed-up of matmuls over 16 bits."""
     return np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
@@ -157,9 +171,11 @@ def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     A vocabulary split by tp is padded first, and hence aligned.
     """
     peak = np.where(x.casts_operands > 0, x.base_flops_per_s, x.peak_flops_per_s)
+    is_wide = (x.wide_head > 0) & (x.wide_flops_per_s > 0)
+    peak, base = (np.where(is_wide, x.wide_flops_per_s, one) for one in (peak, x.base_flops_per_s))
     rows = work.tokens / x.loss_chunks
     columns = x.vocab / x.tp
-    flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=x.base_flops_per_s, on_cores=x.on_cores)
+    flops_per_s = functools.partial(matmul_flops_per_s, k, peak=peak, base=base, on_cores=x.on_cores)
     rate = flops_per_s(rows=rows, columns=columns, depth=x.hidden)
     rate = rate / np.where((x.tp == 1) & (x.vocab % 8 > 0), k["misaligned_cost"], 1.0)
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
@@ -319,7 +335,8 @@ def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients, computed
 
 
 def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """Return the seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
+    """Return the seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide, shape (n,
+    stages).
 
     Weights are gathered before the forward and the backward pass, or once per step. Gradients are reduce-scattered
     after every micro-batch, or once. For experts, this happens among the ranks that hold the same ones, for each copy.
@@ -331,16 +348,22 @@ def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, b
     scatters = x.reductions / x.num_microbatches
     moved = gathers * x.gather_bytes + scatters * np.minimum(x.gradient_bytes, 4)
     latency = k["collective_latency_s"] + turn_seconds(x, k, x.num_shards, x.tp)
-    transfer = once * moved + (gathers + scatters) * latency
+    transfer = (once * moved + (gathers + scatters) * latency)[:, None]
+    if has_wide(x):
+        one_weight = ring_seconds(x, k, np.ones(len(x)), x.num_shards, x.tp) / 2
+        longer = gathers * (WIDE_BYTES - x.gather_bytes) + scatters * np.maximum(0.0, WIDE_BYTES - x.gradient_bytes)
+        transfer = transfer + per_layer(x, x.stage_wide_weights) * (one_weight * longer)[:, None]
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
-    return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
+    hiding = (k["gather_overlap"] * (forward + backward))[:, None]
+    return np.where(sharded[:, None], exposed(transfer, hiding, k), 0.0)
 
 
-def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """Return the seconds to gather and scatter a separately sharded embedding or head behind a layer's computation."""
+def table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array, is_wide: Array) -> Array:
+    """Return the seconds to gather and scatter a separately sharded embedding or head behind a layer's computation.
+    ``is_wide``: 1 if it is in fp32."""
     once = ring_seconds(x, k, x.vocab * x.hidden / x.tp, x.dp * x.cp, x.tp) / 2
-    gathered = 2 * np.maximum(x.gather_bytes, x.compute_bytes)
-    transfer = once * (gathered + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
+    gathered, reduced = (np.where(is_wide > 0, WIDE_BYTES, one) for one in (x.gather_table_bytes, x.gradient_bytes))
+    transfer = once * (2 * gathered + np.minimum(reduced, 4)) + 3 * k["collective_latency_s"]
     sharded = (x.shard_embedding > 0) & (x.zero_stage < 3)
     return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
 
@@ -361,13 +384,15 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, backward: Arra
     experts, expert_shards, expert_replicas = busiest_experts(x, work)
     half = half + np.where(scattered, ring_seconds(x, k, experts, expert_shards, x.tp * x.ep) / 2, 0.0)
     across = across + ring_seconds(x, k, experts / expert_shards, expert_replicas, expert_shards * x.tp * x.ep)
-    reduction = (half + across) * x.gradient_bytes
+    held = busiest_params(x, work) + busiest_experts(x, work)[0]
+    gradient = mean_bytes(x, x.gradient_bytes, held)
+    reduction = (half + across) * gradient
     turns = np.where(scattered, turn_seconds(x, k, x.num_shards, x.tp), 0.0)
-    reduction, gathering = reduction + turns, half * x.gather_bytes + turns
+    reduction, gathering = reduction + turns, half * mean_bytes(x, x.gather_bytes, held) + turns
     window = np.where(x.hides_reduction > 0, k["gather_overlap"], k["gradient_overlap"]) * backward
     gathering = np.where(x.hides_gathering > 0, exposed(gathering, window / 2, k), gathering)
     communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1
-    earlier = np.where(x.zero_stage == 2, x.reductions - 1, 0.0) * exposed(half * x.gradient_bytes, window, k)
+    earlier = np.where(x.zero_stage == 2, x.reductions - 1, 0.0) * exposed(half * gradient, window, k)
     last = exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"]
     return np.where(communicates, earlier + last, 0.0)
 
@@ -490,8 +515,8 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
     collectives = collective_seconds(x, work, k, forward, rate)
     gather = gather_seconds(x, work, k, forward, backward)
     host = k["host_layer_s"] * np.where(x.compiled > 0, COMPILED_LAUNCH_SHARE, 1.0) * x.num_copies
-    repeats = forward * k["recompute_cost"]
     head = head_seconds(x, work, k)
+    wide_forward, wide_backward = wide_seconds(x, work, k, rate)
 
     layers, full = x.stage_layers, x.stage_full
     last = is_last(x)
@@ -499,18 +524,20 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
     regathered = x.recompute_communication[:, None] / 2
     repeated = full + (layers - full) * x.stage_repeated
     passes = 2 + repeated / np.maximum(layers, 1)
+    repeats = (forward[:, None] + per_layer(x, wide_forward)) * np.reshape(k["recompute_cost"], (-1, 1))
     terms = {
-        "forward": layers * forward[:, None] + last * head[:, None] / 3,
-        "backward": layers * backward[:, None] + last * head[:, None] * 2 / 3,
-        "recompute": repeated * repeats[:, None],
+        "forward": layers * forward[:, None] + wide_forward + last * head[:, None] / 3,
+        "backward": layers * backward[:, None] + wide_backward + last * head[:, None] * 2 / 3,
+        "recompute": repeated * repeats,
         "tensor_parallel": ((1 + regathered) * layers + full) * collectives[:, None]
         + layers * backward_collective_seconds(x, work, k, collectives, rate)[:, None]
         + last * (collectives / 2)[:, None],
         # Recompute of a whole layer sends the tokens again: two of the four exchanges.
         "expert_parallel": (layers + full / 2) * expert_exchange_seconds(x, work, k, forward + backward)[:, None],
         "context_parallel": layers * exchange_seconds(x, work, k, rate)[:, None],
-        "sharding": (layers + last) * gather[:, None]
-        + (is_first(x) + last) * table_seconds(x, k, forward, backward)[:, None],
+        "sharding": (layers + last) * gather
+        + is_first(x) * table_seconds(x, k, forward, backward, x.wide_embedding)[:, None]
+        + last * table_seconds(x, k, forward, backward, x.wide_head)[:, None],
     }
     terms["host_copies"] = host_copy_seconds(x, work, k, forward, backward)
     device = terms["forward"] + terms["backward"] + terms["recompute"] + terms["tensor_parallel"]

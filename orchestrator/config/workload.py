@@ -73,6 +73,7 @@ class CountedSection(Section):
     num_kernels: int = Field(default=0, ge=0, description="The number of operators in a forward pass.")
     has_batch_norm: bool = Field(default=False, description="Whether the module uses batch normalisation.")
     has_convolutions: bool = Field(default=False, description="Whether the module has `Conv2d` layers.")
+    has_loose_norms: bool = Field(default=False, description="Whether root-mean-square norms are several operators.")
     no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split the module; null if it can.")
     no_tensor_parallel: str | None = Field(
         default=None, description="Why `tp` cannot split the module; null if it can."

@@ -60,7 +60,7 @@ from orchestrator.search.memory_belief import Floats, MemoryBelief, Structured
 from orchestrator.space.notation import Features, describe, flat_params
 from trials.dryrun.estimate import DryRunEstimate
 from trials.files import fields_json
-from trials.spec import Candidate, HuggingFaceModel, LlamaModel, ScriptModel, UserModel, Workload, decoder_of
+from trials.spec import Candidate, ScriptModel, UserModel, Workload, decoder_of
 
 # A common interface to the cost model for decoders and other workloads: time, memory, similarity
 
@@ -324,14 +324,11 @@ class UnknownDimensionsError(UnpredictableError):
 
 
 def predicted_workload(workload: Workload) -> Workload:
-    """Return the cost model's substitute for a user's training program, or for a module of transformers: the decoder
-    that it trains, or one with the same matrix products.
+    """Return the cost model's substitute for a user's training program: the decoder that it trains.
 
     Raises:
         UnknownDimensionsError: the workload is a program that trains a model of unknown dimensions.
     """
-    if isinstance(workload.model, HuggingFaceModel) and workload.model.shape is not None:
-        return replace(workload, model=workload.model.shape)
     if not isinstance(workload.model, ScriptModel):
         return workload
     if workload.model.shape is None or workload.seq_length == 1:
@@ -548,7 +545,7 @@ def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[Ea
     if not isinstance(workload.model, ScriptModel | UserModel):
         return tuple(trial for trial in earlier if isinstance(trial.workload.model, type(workload.model)))
     same = tuple(trial for trial in earlier if trial.workload.model == workload.model)
-    shape = decoder_of(workload.model)
+    shape = None if isinstance(workload.model, UserModel) else decoder_of(workload.model)
     if shape is None:
         return same if isinstance(workload.model, UserModel) else ()
     return tuple(replace(trial, workload=replace(trial.workload, model=shape)) for trial in same)
@@ -595,7 +592,7 @@ def _inputs(
     estimates: Mapping[Candidate, DryRunEstimate],
 ) -> CostInputs | GenericInputs:
     known = [(trial.workload, trial.candidate) for trial in earlier]
-    if not isinstance(workload.model, LlamaModel):
+    if decoder_of(workload.model) is None:
         return generic_inputs([*((workload, candidate) for candidate in candidates), *known], cluster, estimates)
     found = inputs_of_table(workload, candidates, cluster)
     return found.followed_by(inputs_of(known, cluster)) if known else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 
@@ -12,7 +13,11 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from cluster.cost.cost_model import inputs_of
+from cluster.cost.peak_memory import layer_activation_bytes
+from cluster.cost.work import work_of
 from orchestrator.report.descriptions import findings_lines
+from tests.cluster.cost.test_tables import CANDIDATES_CLUSTER
 from tests.trials.simulated import simulated_runs
 from trials.dryrun.estimate import DryRunRequest
 from trials.failure import InfeasibleSpec
@@ -24,6 +29,7 @@ from trials.spec import (
     Candidate,
     HuggingFaceModel,
     Kernels,
+    LlamaModel,
     ModuleFacts,
     Protocol,
     TextData,
@@ -73,21 +79,45 @@ def test_modules_without_such_norms_are_refused():
         fuse(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), "torch")
 
 
-def trial(fused):
+def _decoder():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = json.dumps({"model_type": "llama", "intermediate_size": 48, "vocab_size": 256, **sizes})
-    model = HuggingFaceModel(config=config, vocab_size=256, facts=ModuleFacts(num_layers=2, head="lm_head"))
+    facts = ModuleFacts(num_layers=2, has_loose_norms=True, head="lm_head")
+    shape = LlamaModel(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=48, vocab_size=256)
+    return HuggingFaceModel(config=config, vocab_size=256, facts=facts, shape=shape)
+
+
+MODEL = _decoder()
+
+
+def trial(fused):
     workload = Workload(
-        model=model, data=TextData(), seq_length=16, global_batch_size=8, optimizer=AdamW(lr=1e-3), seed=0
+        model=MODEL, data=TextData(), seq_length=16, global_batch_size=8, optimizer=AdamW(lr=1e-3), seed=0
     )
     candidate = Candidate(micro_batch_size=8, kernels=Kernels(fused=fused))
     return TrialSpec(workload=workload, candidate=candidate, protocol=Protocol())
 
 
-def test_dry_runs_of_devices_count_what_fused_norms_keep():
+def test_dry_runs_and_the_cost_model_count_what_fused_operators_keep():
     requests = [DryRunRequest(spec=trial(fused), rank=0, mode="accelerator") for fused in ("auto", "torch", "liger")]
-    auto, of_torch, of_liger = (run.peak_bytes for run in simulated_runs(requests))
+    runs = simulated_runs(requests)
+    auto, of_torch, of_liger = (run.peak_bytes for run in runs)
     assert of_liger == of_torch < auto
+    kept = [max(peak.by_category.get("activation", 0) for peak in run.peaks.values()) for run in runs]
+    workload = requests[0].spec.workload
+    x = inputs_of([(workload, one.spec.candidate) for one in requests], CANDIDATES_CLUSTER)
+    predicted = layer_activation_bytes(x, work_of(x))
+    # Two norms of each of two layers; the last one is not part of a layer.
+    assert kept[0] - kept[1] == pytest.approx((predicted[0] - predicted[1]) * 2 * 5 / 4, rel=0.01)
+    assert predicted[1] - predicted[2] == 8 * 16 * 48 * 4, "Liger computes the gate's activation again"
+
+
+def test_predictions_count_only_norms_of_several_operators():
+    without = dataclasses.replace(MODEL, facts=dataclasses.replace(MODEL.facts, has_loose_norms=False))
+    workload = dataclasses.replace(trial("auto").workload, model=without)
+    assert inputs_of([(workload, Candidate())], CANDIDATES_CLUSTER).loose_norms == 0
+    compiled = Candidate(kernels=Kernels(compile="block"))
+    assert inputs_of([(trial("auto").workload, compiled)], CANDIDATES_CLUSTER).loose_norms == 0
 
 
 def test_a_rank_without_what_liger_needs_is_refused(monkeypatch):

@@ -107,7 +107,7 @@ def fuse(module: nn.Module, library: Library) -> FusedMeter:
 
 
 def _fuse_norms(module: nn.Module, meter: FusedMeter) -> None:
-    norms = [(name, one, kind) for name, one in module.named_modules() if (kind := _kind_of(one))]
+    norms = [(name, one, kind) for name, one in module.named_modules() if (kind := kind_of(one))]
     if not norms:
         raise InfeasibleSpec(
             "fused torch: no root-mean-square norm in the model has separate operators; use fused auto"
@@ -118,7 +118,7 @@ def _fuse_norms(module: nn.Module, meter: FusedMeter) -> None:
         meter.place("norm", "torch")
 
 
-def _kind_of(module: nn.Module) -> NormKind | None:
+def kind_of(module: nn.Module) -> NormKind | None:
     """Return the norm that the module computes by separate operators; None if it computes something else.
 
     The module is called on numbers, because names of classes differ.

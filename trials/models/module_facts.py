@@ -26,6 +26,7 @@ from trials.datasets import collated, open_user_data
 from trials.failure import InfeasibleSpec
 from trials.files import from_json, to_json
 from trials.models import build_imported, loss_of
+from trials.models.fused import kind_of
 from trials.models.imported_model import Built, head_of, part_of, shape_of
 from trials.models.model import layers_in, pipeline_problem, plan_problem
 from trials.sizes import Chunk
@@ -83,6 +84,7 @@ def count(request: CountRequest) -> CountReply:
         **work,
         has_batch_norm=any(isinstance(one, _BatchNorm) for one in built.module.modules()),
         has_convolutions=any(isinstance(one, nn.Conv2d) for one in built.module.modules()),
+        has_loose_norms=any(kind_of(one) is not None for one in built.module.modules()),
         no_pipeline=pipeline_problem(built.module, built.layers, built.before, built.after)
         or _stages_problem(built, num_layers, sample[0]),
         no_tensor_parallel=plan_problem(built.module, built.tensor_parallel),
