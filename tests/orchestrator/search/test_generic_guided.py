@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from cluster.cost.generic import generic_step_seconds
+from cluster.cost.generic import _sent_bytes, generic_step_seconds
 from cluster.cost.inputs import load_prior
 from cluster.hardware.topology import load_cluster
 from cluster.virtual import ModelledCost
@@ -21,7 +21,7 @@ from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, launched, measured, proposed
 from tests.support.virtual_sweeps import submit
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate, Traffic
-from trials.sizes import model_flops_per_token
+from trials.sizes import model_flops_per_token, num_parameters
 from trials.spec import (
     Candidate,
     ImageFolderData,
@@ -80,6 +80,15 @@ def test_the_formula_matches_resnet_50():
     assert x.num_params[0] == pytest.approx(25.56e6, rel=0.01)
     assert x.activation_bytes[0] == pytest.approx(44e6, rel=0.05)
     assert x.transfer_bytes[0] == 0 and x.transfer_bytes[-1] == pytest.approx(1.5 * 4 * 25.56e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("level", "gathered"), [("O0", 4), ("O1", 4), ("O2", 2)])
+def test_zero_3_gathers_fp32_weights_below_o2_and_reduces_in_fp32(level, gathered):
+    precision = Precision(level=level, dtype="float32" if level == "O0" else "bfloat16")
+    layout = Layout(dp_shard=2, zero_stage=3)
+    candidate = Candidate(layout=layout, micro_batch_size=RESNET.global_batch_size // 4, precision=precision)
+    weights = num_parameters(RESNET.model)
+    assert _sent_bytes(RESNET, candidate) == weights / 2 * (2 * 2 * gathered + 2 * 4), "two micro-batches"
 
 
 def test_terms_add_up_and_a_dry_run_counts_before_the_formula():
