@@ -208,14 +208,14 @@ def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     command = [*program, "submit", file, "--home", home, "--json"]
     done = subprocess.run([*map(str, command)], capture_output=True, timeout=170)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    told = {"stdout": done.stdout, "stderr": done.stderr}
+    reported = {"stdout": done.stdout, "stderr": done.stderr}
     shows = (["report", "tiny"], ["status", "tiny"], ["ps"], ["explain", "tiny", "1"], ["logs", "tiny", "1"])
     for words in [*shows, *([*words, "--json"] for words in shows)]:
         shown = CliRunner().invoke(main, [*words, "--home", str(home)])
         assert shown.exit_code == 0, (words, shown.output)
-        told[" ".join(words)] = shown.stdout_bytes + shown.stderr_bytes
+        reported[" ".join(words)] = shown.stdout_bytes + shown.stderr_bytes
     file.unlink()  # as it was submitted it may stay; what was kept of it is in the ledger
-    assert leaks(told | everything_below(tmp_path)) == []
+    assert leaks(reported | everything_below(tmp_path)) == []
     _check_what_ranks_saw(home)
 
 
@@ -278,14 +278,14 @@ def test_twenty_secrets_of_a_program_are_nowhere(tmp_path, monkeypatch):
     program = [Path(sys.executable).with_name("tune-cluster"), "-v"]
     done = subprocess.run([*map(str, [*program, "submit", file, "--home", home])], capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    told = {"stdout": done.stdout, "stderr": done.stderr}
+    reported = {"stdout": done.stdout, "stderr": done.stderr}
     page = ["report", "script", "--html", str(out / "page.html")]
     out.mkdir()
     for words in (page, ["explain", "script"], ["logs", "script", "0"], ["status", "script", "--json"]):
         shown = CliRunner().invoke(main, [*words, "--home", str(home)])
         assert shown.exit_code == 0, (words, shown.output)
-        told[" ".join(words)] = shown.stdout_bytes + shown.stderr_bytes
-    assert leaks(told | everything_below(tmp_path)) == []
+        reported[" ".join(words)] = shown.stdout_bytes + shown.stderr_bytes
+    assert leaks(reported | everything_below(tmp_path)) == []
     logs = "".join(path.read_text() for path in home.rglob("rank0.log"))
     assert logs.count("using ***!") >= 20 * 3
     with Ledger.open_existing(home / "sweeps" / "script") as ledger:

@@ -70,8 +70,8 @@ def plain_writes(source):
 
 def test_no_shell_no_pickle_no_unsafe_loading():
     found = {str(path.relative_to(ROOT)): sins(path.read_text(encoding="utf-8")) for path in SOURCES}
-    told = {name: [sin.partition(": ")[2] for sin in some] for name, some in found.items() if some}
-    assert told == {name: ["imports pickle"] for name in MAY_IMPORT}
+    reported = {name: [sin.partition(": ")[2] for sin in some] for name, some in found.items() if some}
+    assert reported == {name: ["imports pickle"] for name in MAY_IMPORT}
 
 
 def test_the_one_unpickler_refuses_every_class():

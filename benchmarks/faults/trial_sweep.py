@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.checks import Story
-from benchmarks.faults.namespaces import command_line, descendants, send
+from benchmarks.faults.namespaces import LIMIT_S, command_line, descendants, send
 from benchmarks.faults.ray_nodes import RayNodes
 from benchmarks.faults.runner import STAGE
 from orchestrator.commands import steering
@@ -33,7 +33,7 @@ SWEEP = {
     "confirm": "off",  # what is proven has tests of its own
     "gate": "off",
     "tracking": {"report": False},  # pages have tests of their own, too
-    "deadlines": {"starting_s": 60, "stall_s": 10},
+    "deadlines": {"starting_s": 120, "stall_s": 15},
 }
 CLUSTER = {"kind": "ray", "num_nodes": 3, "min_nodes": 2, "devices_per_node": 4, "isolation": "device"}
 
@@ -66,7 +66,7 @@ class Sweep:
                 self.cluster.controller, tune_cluster, *arguments, f"--home={self.home}", stdout=log, stderr=log
             )
 
-    def wait(self, *, limit_s: float = 150.0) -> int:
+    def wait(self, *, limit_s: float = 2 * LIMIT_S) -> int:
         """The controller's exit code."""
         assert self._controller is not None
         with contextlib.suppress(subprocess.TimeoutExpired):

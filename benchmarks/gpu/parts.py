@@ -20,7 +20,7 @@ class NotHereError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One thing to measure: a function that runs in a process of its own and tells rows."""
+    """One thing to measure: a function that runs in a process of its own and returns rows."""
 
     name: str
     function: str

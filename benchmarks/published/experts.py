@@ -88,7 +88,7 @@ def _gated(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> float:
 
 
 def total_params(f: Mapping[str, str]) -> float | None:
-    """Number of parameters that the model's name tells, experts included: ``8x7B``, ``DeepSeek-V2-236B``."""
+    """Number of parameters in the model's name, experts included: ``8x7B``, ``DeepSeek-V2-236B``."""
     if "layers)" in f["model"]:  # a part of the model of that name
         return None
     sizes = [float(count or 1) * float(size) * 1e9 for count, size in _SIZE_IN_NAME.findall(f["model"])]

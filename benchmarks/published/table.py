@@ -155,7 +155,7 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """The rows with blanks filled on which all others of the same setup agree; the batch only where
     nothing is stated about it.
 
-    A source that tells the micro-batch of one model of a size means it for the fine-tuned ones of that size as well.
+    A source that gives the micro-batch of one model of a size means it for the fine-tuned ones of that size as well.
     The number format is the one that it states most often of the software.
     """
     setups = defaultdict(list)

@@ -1,7 +1,7 @@
 """How much of tensor-parallel communication computation hides, with the micro-batch whole and in two copies.
 
 A gang of gloo ranks trains a model under the local tensor-parallel engine; torch's profiler records its steps, and
-:mod:`trials.profiling.traces` tells the time with a collective in flight from the time with an operator at work.
+:mod:`trials.profiling.traces` separates the time with a collective in flight from the time with an operator at work.
 
     python -m benchmarks.runner.copies_overlap --json
 """

@@ -123,8 +123,8 @@ def test_a_wheel_in_an_empty_environment_runs_sweeps_in_a_folder_full_of_traps(t
     for kind in ("local", "ray"):
         assert submit(folder, program, kind)["state"] == "finished"
     where = [str(Path(program[0]).with_name("python")), "-P", "-c", "import orchestrator; print(orchestrator.__file__)"]
-    told = subprocess.run(where, cwd=folder, env=outside(), capture_output=True, text=True, check=True).stdout
-    assert not Path(told.strip()).is_relative_to(ROOT)
+    reported = subprocess.run(where, cwd=folder, env=outside(), capture_output=True, text=True, check=True).stdout
+    assert not Path(reported.strip()).is_relative_to(ROOT)
 
 
 @pytest.mark.exhaustive

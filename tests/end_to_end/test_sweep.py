@@ -48,11 +48,11 @@ def processes_mentioning(text):
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
-                told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+                reported = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
             except OSError:
                 continue
-            if text.encode() in told:
-                found.append((int(folder.name), told[:200]))
+            if text.encode() in reported:
+                found.append((int(folder.name), reported[:200]))
     return found
 
 

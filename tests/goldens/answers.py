@@ -366,14 +366,14 @@ def courses(question):
         "num_requests",
     )
     names += ("device_seconds", "active_s", "paused_s", "duration_s")
-    told = {name: getattr(state, name) for name in names}
-    told |= {"end_order": [*state.end_order], "quarantined": sorted(state.quarantined), "pruned": [*state.pruned]}
-    told["trials"] = " ".join(f"{one.status}/{len(one.attempts)}/{one.num_lost}" for one in state.trials)
-    told["budget"] = differing(to_json(state.sweep.budget), to_json(Budget()))
+    reported = {name: getattr(state, name) for name in names}
+    reported |= {"end_order": [*state.end_order], "quarantined": sorted(state.quarantined), "pruned": [*state.pruned]}
+    reported["trials"] = " ".join(f"{one.status}/{len(one.attempts)}/{one.num_lost}" for one in state.trials)
+    reported["budget"] = differing(to_json(state.sweep.budget), to_json(Budget()))
     if state.is_over or state.trials:
-        told["cost"] = cost(summarize(state, ""))
+        reported["cost"] = cost(summarize(state, ""))
     return "\n".join(
-        [*shown, " ".join(f"{name}={value!r}" for name, value in told.items() if value not in (None, "", [], 0))]
+        [*shown, " ".join(f"{name}={value!r}" for name, value in reported.items() if value not in (None, "", [], 0))]
     )
 
 

@@ -88,10 +88,10 @@ def test_every_device_kind_defines_the_same_entries():
 
 def test_children_that_do_not_compute_see_no_device(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    told = "import os, sys; sys.exit(' '.join(f'{n}={os.environ.get(n)}' for n in sys.argv[1:]))"
+    reported = "import os, sys; sys.exit(' '.join(f'{n}={os.environ.get(n)}' for n in sys.argv[1:]))"
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
     reported_of = "CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES=-1 ASCEND_RT_VISIBLE_DEVICES="
-    monkeypatch.setattr(dry_runs, "python_module", lambda _: [sys.executable, "-c", told, *names])
+    monkeypatch.setattr(dry_runs, "python_module", lambda _: [sys.executable, "-c", reported, *names])
     with pytest.raises(ConfigError, match=reported_of):
         list(dry_runs._batch([DryRunRequest(spec=tiny_spec(Layout()), rank=0)]))
     assert without_devices({"A": "1"})["A"] == "1"
@@ -335,23 +335,23 @@ def test_a_limit_counts_memory_outside_the_allocator(memory):
 
 
 def test_segments_are_expandable_unless_the_user_configures_otherwise(monkeypatch):
-    told = []
-    monkeypatch.setattr(device_memory, "_configure", told.append)
-    assert set_up_allocator(torch.device("cpu"), {}) == "" and not told
+    reported = []
+    monkeypatch.setattr(device_memory, "_configure", reported.append)
+    assert set_up_allocator(torch.device("cpu"), {}) == "" and not reported
     monkeypatch.setattr(device_memory, "kind_of", lambda _: "cuda")
     assert set_up_allocator(DEVICE, {}) == DEFAULT_SETTINGS
     own = "max_split_size_mb:128"
     assert set_up_allocator(DEVICE, {"PYTORCH_ALLOC_CONF": own}) == own
     other = "backend:cudaMallocAsync"
     assert set_up_allocator(DEVICE, {"PYTORCH_CUDA_ALLOC_CONF": other}) == other
-    assert told == [DEFAULT_SETTINGS, own]  # the backend was chosen when torch was imported
+    assert reported == [DEFAULT_SETTINGS, own]  # the backend was chosen when torch was imported
 
     def refuse(*_args, **_options):
         raise RuntimeError("operation not supported")
 
     monkeypatch.setattr(torch, "empty", refuse)
     assert set_up_allocator(DEVICE, {}) == ""
-    assert told[-1] == "expandable_segments:False"
+    assert reported[-1] == "expandable_segments:False"
 
 
 def test_the_memory_of_a_gang_is_that_of_its_worst_rank():
@@ -378,9 +378,9 @@ def run(spec):
 
 def test_health_is_set_up_in_warmup_and_sampled_while_measuring(own_driver):
     """The package's import and NVML's start would fall into the first measured steps."""
-    told = []
+    reported = []
     own = RankDevice(tiny_spec(), torch.device("cpu"))
-    tell = own.watched(lambda phase, **_: told.append(phase))
+    tell = own.watched(lambda phase, **_: reported.append(phase))
     tell("starting")
     assert not own_driver.opened.is_set()
     tell("warmup")
@@ -389,7 +389,7 @@ def test_health_is_set_up_in_warmup_and_sampled_while_measuring(own_driver):
     assert own_driver.asked.wait(30.0)
     (health,) = own.health(2)
     assert (health.rank, health.num_samples >= 2, health.highest_temperature_c) == (2, True, 89)
-    assert told == ["starting", "warmup", "measuring"]
+    assert reported == ["starting", "warmup", "measuring"]
     assert own.memory() is None, "cores have no memory of their own"
 
 

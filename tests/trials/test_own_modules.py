@@ -139,11 +139,11 @@ def test_reasons_why_a_module_cannot_be_split():
 
 
 def test_legality_reports_the_facts_of_the_module():
-    facts = dataclasses.replace(ENCODER.facts, no_pipeline="nobody told", no_tensor_parallel="no plan")
+    facts = dataclasses.replace(ENCODER.facts, no_pipeline="no stages", no_tensor_parallel="no plan")
     model = dataclasses.replace(ENCODER, facts=facts)
     workload = Workload(model=model, data=DATA, seq_length=1, global_batch_size=8)
     layouts = [
-        (Layout(pp=2, stage_layers=((1, 2),)), ["pp 2: nobody told"]),
+        (Layout(pp=2, stage_layers=((1, 2),)), ["pp 2: no stages"]),
         (Layout(tp=2), ["tp 2: no plan"]),
         (Layout(dp_shard=2, zero_stage=3), []),
     ]

@@ -106,8 +106,8 @@ def test_times_are_the_maximum_over_ranks_step_by_step():
 
 def test_utilisation_is_of_the_peak_of_device_and_number_format():
     """At 300 TFLOP/s an H100 is busy to 61% with TF32; of its peak without it would be 448%."""
-    told = {"device_name": "NVIDIA H100 80GB HBM3", "matmul_format": "tf32", "model_flops_per_token": 300e12 / 4}
-    outcome = fold([success(rank, [1.0], **told) for rank in (0, 1)])
+    reported = {"device_name": "NVIDIA H100 80GB HBM3", "matmul_format": "tf32", "model_flops_per_token": 300e12 / 4}
+    outcome = fold([success(rank, [1.0], **reported) for rank in (0, 1)])
     assert outcome.measurement.peak_flops_per_s == 494.7e12
     assert outcome.measurement.mfu == pytest.approx(300 / 494.7)
     assert fold([success(rank, [1.0]) for rank in (0, 1)]).measurement.mfu is None
@@ -116,8 +116,8 @@ def test_utilisation_is_of_the_peak_of_device_and_number_format():
 def test_memory_that_the_allocator_only_caches_is_not_counted_as_needed():
     """The peak is tensors and what lies outside the allocator; without the latter, what there is to go by."""
     outside = DeviceMemory(total_bytes=80, outside_bytes=3)
-    told = [success(rank, [1.0], peak_reserved_bytes=70, device_memory=outside) for rank in (0, 1)]
-    assert fold(told).measurement.peak_bytes == 11 + 3
+    reported = [success(rank, [1.0], peak_reserved_bytes=70, device_memory=outside) for rank in (0, 1)]
+    assert fold(reported).measurement.peak_bytes == 11 + 3
     assert fold([success(0, [1.0]), success(1, [1.0])]).measurement.peak_bytes == 21
 
 
@@ -203,13 +203,13 @@ GANGS = {
 @pytest.mark.parametrize("gang", GANGS, ids=str)
 def test_the_cause_counts_when_ranks_report_different_failures(gang):
     """Ranks 0 to 3 are on node a, the others on b."""
-    told, (kind, node, rank) = GANGS[gang]
-    results = [failure(what, rank=at, at_s=at_s, node="ab"[at > 3]) for what, at, at_s in told]
+    reported, (kind, node, rank) = GANGS[gang]
+    results = [failure(what, rank=at, at_s=at_s, node="ab"[at > 3]) for what, at, at_s in reported]
     for order in (results, results[::-1]):
         outcome = fold(order)
         assert isinstance(outcome, kind), outcome
         assert (outcome.evidence.node, outcome.evidence.rank) == (node, rank)
-        assert len(outcome.evidence.collateral) == len(told) - 1
+        assert len(outcome.evidence.collateral) == len(reported) - 1
         if isinstance(outcome, GangLost):
             assert blamed_node(outcome) == node
 
@@ -252,9 +252,9 @@ def test_a_root_cause_always_comes_before_collateral(found):
     assert not isinstance(outcome, Measured)
     if roots:
         first = min(item.at_s for item in roots)
-        told = [item for item in roots if outcome.evidence.message.startswith(item.message)]
+        reported = [item for item in roots if outcome.evidence.message.startswith(item.message)]
         late = ("lost", "device_lost")
-        assert any(item.at_s <= first + OOM_WINDOW_S or item.category in late for item in told), "and an early one"
+        assert any(item.at_s <= first + OOM_WINDOW_S or item.category in late for item in reported), "and an early one"
     elif any(item.category in COLLATERAL for item in found):
         assert isinstance(outcome, GangLost), "no failure of a rank explains the broken connections"
 
@@ -372,8 +372,10 @@ def test_one_rank_that_reports_its_steps_is_enough_for_a_user_program():
     sources = (ScriptSource(name="step_time_s", source="log:pattern", resolution=0.1),)
     last = Findings(script=ScriptReport(sources=sources, notes=("no memory",)))
     silent = Findings(script=ScriptReport(notes=("it says nothing",)))
-    told = of_script(1, [0.5, 0.4], losses=(3.0, 2.0), findings=last, step_time_resolution_s=0.1, tokens_per_step=16)
-    outcome = fold([of_script(0, [], findings=silent), told])
+    reported = of_script(
+        1, [0.5, 0.4], losses=(3.0, 2.0), findings=last, step_time_resolution_s=0.1, tokens_per_step=16
+    )
+    outcome = fold([of_script(0, [], findings=silent), reported])
     assert isinstance(outcome, Measured), outcome
     found = outcome.measurement
     assert (found.step_times_s, found.step_time_resolution_s, found.tokens_per_step) == ((0.5, 0.4), 0.1, 16)
@@ -430,17 +432,17 @@ def test_impossible_figures_are_a_fault_naming_rank_field_and_value(figure):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"times": [0.1]}, "the ranks disagree on the number of steps: [2, 1]"),
         ({"losses": (), "grad_norms": ()}, "the ranks disagree on the number of losses: [1, 0]"),
         ({"tokens_per_step": 16}, "the ranks disagree on tokens_per_step: rank 0 reported 8, rank 1 16"),
     ],
 )
-def test_ranks_that_contradict_each_other_are_not_believed(changes, told):
+def test_ranks_that_contradict_each_other_are_not_believed(changes, reported):
     outcome = fold(gang(**changes))
     assert isinstance(outcome, Crashed)
-    assert outcome.evidence.message == told
+    assert outcome.evidence.message == reported
 
 
 def test_a_nan_loss_is_divergence_and_a_fast_run_is_measured():
@@ -536,6 +538,6 @@ def test_a_throttled_device_marks_the_measurement():
     measurement = fold(ranks).measurement
     assert measurement.findings.devices == (hot, fine)
     assert "the devices were throttled (sw_thermal)" in disturbed(measurement)
-    told = "device of rank 1: clock 1,200 MHz, at least 900, THROTTLED (sw_thermal)"
-    assert findings_lines(measurement.findings) == [told]
+    reported = "device of rank 1: clock 1,200 MHz, at least 900, THROTTLED (sw_thermal)"
+    assert findings_lines(measurement.findings) == [reported]
     assert findings_metrics(measurement.findings)["device_throttled"] == 1.0

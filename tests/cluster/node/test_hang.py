@@ -79,9 +79,9 @@ def {name}(deaf_s):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     time.sleep(600)
 faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
-told = {{"v": 1, "source": "hook:torch", "t": 0.0, "event": "loaded", "pid": os.getpid(), "stack_signal": True}}
+reported = {{"v": 1, "source": "hook:torch", "t": 0.0, "event": "loaded", "pid": os.getpid(), "stack_signal": True}}
 with open(f"rank{{os.environ['RANK']}}.jsonl", "w") as file:
-    file.write(json.dumps(told) + "\\n")
+    file.write(json.dumps(reported) + "\\n")
 {name}(float(sys.argv[1]))
 """
 

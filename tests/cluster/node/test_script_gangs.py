@@ -148,9 +148,9 @@ REGISTERS = """
 import faulthandler, json, os, signal, sys
 if os.environ["RANK"] == sys.argv[1]:
     faulthandler.register(signal.SIGUSR1)
-    told = {"v": 1, "source": "hook:torch", "t": 0.0, "event": "loaded", "pid": os.getpid(), "stack_signal": True}
+    reported = {"v": 1, "source": "hook:torch", "t": 0.0, "event": "loaded", "pid": os.getpid(), "stack_signal": True}
     with open(os.path.join(os.environ["TUNE_CLUSTER_REPORT"], f"rank{os.environ['RANK']}.jsonl"), "a") as file:
-        file.write(json.dumps(told) + "\\n")
+        file.write(json.dumps(reported) + "\\n")
 def stuck():
     time.sleep(600)
 """
@@ -174,9 +174,9 @@ def test_silent_ranks_keep_the_deadlines_of_reporting_ranks(cluster, tmp_path):
     text = f"import os\n{scripts.STEPS}\ntime.sleep(1.5)\ntrain() if os.environ['RANK'] == '1' else time.sleep(2)\n"
     spec = scripts.spec(scripts.write(tmp_path / "own", text))
     deadlines = Deadlines(starting_s=4.0)
-    *told, end = events_until_end(cluster, launch(cluster, scripts.RUNNER, spec=spec, deadlines=deadlines))
+    *reported, end = events_until_end(cluster, launch(cluster, scripts.RUNNER, spec=spec, deadlines=deadlines))
     assert isinstance(end.outcome, Measured), end.outcome
-    assert (told[-1].phase, told[-1].step) == ("measuring", scripts.NUM_STEPS)
+    assert (reported[-1].phase, reported[-1].step) == ("measuring", scripts.NUM_STEPS)
 
 
 STUCK = """
@@ -247,14 +247,14 @@ def test_ranks_started_by_a_program_are_distinguished_by_their_records(cluster, 
 def test_ranks_of_one_slot_dump_their_stacks_one_by_one(cluster, tmp_path):
     """They write to one log, and only the one that registered a handler gets a request."""
     text = f"{STARTS_RANKS}{scripts.STEPS}{REGISTERS}train(2) if os.environ['RANK'] == '0' else None\nstuck()\n"
-    for told in ("0", "1"):
-        spec = scripts.spec(scripts.write(tmp_path / told, text), num_devices=2, launcher="own")
-        spec["argv"].append(told)
+    for reported in ("0", "1"):
+        spec = scripts.spec(scripts.write(tmp_path / reported, text), num_devices=2, launcher="own")
+        spec["argv"].append(reported)
         options = {"one_rank_per_node": True}
         end = run(cluster, scripts.RUNNER, spec=spec, deadlines=Deadlines(stall_s=1.5), options=options)
         assert isinstance(end.outcome, TimedOut), end.outcome
         seen = (end.outcome.evidence.message, *end.outcome.evidence.collateral)
-        assert ["it was in stuck (train.py:" in words for words in seen] == [told == "0", told == "1"], seen
+        assert ["it was in stuck (train.py:" in words for words in seen] == [reported == "0", reported == "1"], seen
 
 
 def test_a_rank_that_reports_nothing_is_inspected_too(cluster, tmp_path):

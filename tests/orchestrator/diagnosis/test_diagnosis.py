@@ -317,7 +317,7 @@ def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks,
     if ranks is not None:
         _, run = profiled(0, ranks, base=taken)
         profile = ProfileOf(run=1, ranks=run.measurement.findings.profile)
-    found = split(sweep([candidate], [taken]).trials[0], terms, "nobody knows", profile)
+    found = split(sweep([candidate], [taken]).trials[0], terms, "unknown", profile)
     assert sum(part.seconds for part in found.parts) == pytest.approx(taken.measurement.step_time_s)
     assert all(part.seconds > 0 for part in found.parts)
     assert len({part.name for part in found.parts}) == len(found.parts)
@@ -330,9 +330,9 @@ def test_the_time_of_a_program_beyond_data_is_split_only_with_a_model():
     clock_times = StepBreakdown(data_s=0.2, other_s=0.5)
     taken = measured(0.7, breakdown=clock_times, findings=Findings(script=ScriptReport()))
     trial = sweep([llama(SHARDED)], [taken]).trials[0]
-    plain = split(trial, {}, "nobody knows its dimensions")
+    plain = split(trial, {}, "its dimensions are unknown")
     assert [(part.name, pytest.approx(part.seconds)) for part in plain.parts] == [("data", 0.2), ("other", 0.5)]
-    assert "forward" not in plain.notes[0] and plain.notes[0].endswith("nobody knows its dimensions")
+    assert "forward" not in plain.notes[0] and plain.notes[0].endswith("its dimensions are unknown")
     modelled = split(trial, {"forward": 3.0, "optimizer": 1.0, "data": 9.0}, "")
     assert modelled.seconds("data") == pytest.approx(0.2)
     assert modelled.seconds("optimizer") == pytest.approx(0.5 / 4)

@@ -190,7 +190,7 @@ def test_a_slow_webhook_blocks_neither_sweep_nor_command_and_is_served_later(
 ) -> None:
     may_answer = threading.Event()
     webhook.answer = lambda: 200 if may_answer.wait(60) else 500
-    output_file = tmp_path / "told"
+    output_file = tmp_path / "received"
     script = "import os, sys; open(sys.argv[1], 'w').write(os.environ['TUNE_CLUSTER_EVENT'] + ' ' + sys.stdin.read())"
     command = [sys.executable, "-c", script, str(output_file)]
     section = NotifySection(webhook_env="TEST_WEBHOOK", command=command, after_failures=1)
@@ -239,8 +239,10 @@ def test_a_hanging_command_is_killed_at_its_deadline_with_its_children(
     notifier.sync(ledger, fold(ledger.events()))
     (record,) = caplog.records
     assert "did not end within 1 s" in record.message
-    for pid in pids.read_text().split():
-        assert not _is_alive(int(pid))
+    give_up_s = time.monotonic() + 30.0  # the kernel takes a moment on a busy machine
+    while any(_is_alive(int(pid)) for pid in pids.read_text().split()):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
 
 

@@ -59,11 +59,11 @@ def is_alive(pid: int) -> bool:
 def test_gets_the_facts_and_passes_by_exiting_with_0(tmp_path: Path) -> None:
     code = (
         "import json, os, sys\n"
-        "told = json.load(open(sys.argv[1]))\n"
+        "reported = json.load(open(sys.argv[1]))\n"
         "assert sys.argv[1] == os.environ['TUNE_CLUSTER_FACTS'] and sys.argv[2] == '--of=' + sys.argv[1]\n"
         "assert sys.stdin.read() == ''\n"
         "assert os.getsid(0) == os.getpid()\n"
-        "print('speed-up', told['speedup'])"
+        "print('speed-up', reported['speedup'])"
     )
     found = run(python(code, "{facts}", "--of={facts}"), tmp_path / "t0004")
     assert found == Evaluation(trial=4, passed=True, exit_code=0, output_tail=("speed-up 1.25",))

@@ -97,7 +97,7 @@ def test_the_plan_of_a_huge_space_reports_it_and_holds_a_legal_sample(made):
 
 def test_without_a_cost_model_candidates_of_a_large_space_are_drawn_at_random(monkeypatch):
     monkeypatch.setattr(planner, "SAMPLE_SIZE", 1500)
-    unknown = uniform_topology(2, 8, device_name="a device that nobody knows", memory_bytes=80 * 10**9)
+    unknown = uniform_topology(2, 8, device_name="an unknown device", memory_bytes=80 * 10**9)
     found = make_plan(spec(), unknown)
     assert "sampled at random, and conditional TPE explores further ones" in found.too_large
     assert len(found.candidates) == len(set(found.candidates)) == 1500

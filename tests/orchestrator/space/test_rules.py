@@ -373,7 +373,7 @@ def test_slices_take_one_rank_each(device, is_slice):
         ("cuda", "Tesla T4", {"bfloat16"}),
         ("cuda", "NVIDIA GeForce RTX 2080 Ti", {"bfloat16"}),
         ("cuda", "Tesla P100-PCIE-16GB", {"bfloat16", "float16"}),
-        ("cuda", "some accelerator nobody knows", set()),
+        ("cuda", "some unknown accelerator", set()),
         ("cpu", "Intel(R) Xeon(R) CPU", set()),
     ],
 )

@@ -44,9 +44,9 @@ def spoiled(whole: Path, home: Path, spoil) -> str:
     with sqlite3.connect(home / ledger) as db:
         for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             db.execute(f"DROP TRIGGER {name}")
-        told = spoil(db)
+        reported = spoil(db)
     db.close()
-    return told
+    return reported
 
 
 def event(db, rng):

@@ -114,16 +114,15 @@ def test_deepspeed_on_two_ranks(tmp_path, stage):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("devices", [1, 2])
-def test_lightning(tmp_path, devices):
-    argv = ["lightning_fit.py", "--accum", "2", "--precision", "bf16-mixed", "--devices", str(devices)]
-    bare = launch(argv, tmp_path / "bare", ranks=devices, hook=False)
-    traced = launch(argv, tmp_path / "hooked", ranks=devices)
+def test_lightning_on_two_ranks(tmp_path):
+    argv = ["lightning_fit.py", "--accum", "2", "--precision", "bf16-mixed", "--devices", "2"]
+    bare = launch(argv, tmp_path / "bare", ranks=2, hook=False)
+    traced = launch(argv, tmp_path / "hooked", ranks=2)
     for rank, before in zip(traced, bare, strict=True):
         steps_agree(rank, count=4, source="hook:lightning")
         assert rank.output == before.output
         assert rank.facts == rank.facts | {
-            "world_size": devices,
+            "world_size": 2,
             "micro_batch_size": 4,
             "forwards_per_step": 2,
             "dtype": "bfloat16",

@@ -133,9 +133,9 @@ def run(program, folder, *, knobs=None, **more):
     name, _, kind = program.partition(" ")
     argv = [program] if name.endswith(".py") else ["stranger.py", name, *filter(None, [kind])]
     env = {KNOBS_VARIABLE: knob_file(folder.parent / f"{folder.name}.json", knobs)} if knobs else {}
-    told = launch(argv, folder, ranks=2 if name == "parallel" else 1, **env, **more)
-    assert [rank.code for rank in told] == [0] * len(told), told[0].errors
-    return told
+    reported = launch(argv, folder, ranks=2 if name == "parallel" else 1, **env, **more)
+    assert [rank.code for rank in reported] == [0] * len(reported), reported[0].errors
+    return reported
 
 
 def states(rank):
@@ -151,15 +151,15 @@ def test_each_knob_acts_or_is_refused_and_training_is_unchanged(tmp_path, progra
     plain = run(program, tmp_path / "plain")
     tuned = run(program, tmp_path / "tuned", knobs=knobs)
     for rank, before in zip(tuned, plain, strict=True):
-        told = states(rank)
-        assert set(told) == set(knobs)
+        reported = states(rank)
+        assert set(reported) == set(knobs)
         assert rank.events("note") == []
         draws = before.facts.get("items_draw", 0)
         assert (type(draws), draws) == (int, program == "constants draws")  # reports hold numbers
         for name, words in seen.items():
-            assert told[name][0] == "applied" and words in told[name][1], told[name]
+            assert reported[name][0] == "applied" and words in reported[name][1], reported[name]
         for name, words in (refused or {}).items():
-            assert told[name][0] == "refused" and words in told[name][1], told[name]
+            assert reported[name][0] == "refused" and words in reported[name][1], reported[name]
         assert rank.losses[:2] == pytest.approx(before.losses[:2], rel=0, abs=tolerance)
         if tolerance == EXACT:
             assert rank.losses == before.losses
@@ -183,10 +183,11 @@ def test_the_transformers_trainer_takes_arguments_and_its_recompute_switch(tmp_p
     knobs = {"num_workers": 1, "recompute": "full", "training_arguments": arguments}
     (plain,) = launch(argv, tmp_path / "plain")
     (tuned,) = launch(argv, tmp_path / "tuned", **{KNOBS_VARIABLE: knob_file(tmp_path / "knobs.json", knobs)})
-    told = states(tuned)
-    assert {name: state for name, (state, _) in told.items()} == dict.fromkeys(knobs, "applied"), told
+    reported = states(tuned)
+    assert {name: state for name, (state, _) in reported.items()} == dict.fromkeys(knobs, "applied"), reported
     assert (
-        "2 of 2 x LlamaDecoderLayer run again in the backward pass, with the model's own switch" in told["recompute"][1]
+        "2 of 2 x LlamaDecoderLayer run again in the backward pass, with the model's own switch"
+        in reported["recompute"][1]
     )
     assert tuned.facts == tuned.facts | {"micro_batch_size": 4, "forwards_per_step": 2}
     assert tuned.losses == pytest.approx(plain.losses, abs=1e-5)  # the same global batch
@@ -206,11 +207,11 @@ def test_in_production_another_program_trains_unchanged_with_a_warning(tmp_path)
             fingerprint={**line["fingerprint"], **changed},
             expect={"recompute": "3 of 3"},
         )
-        (told,) = launch(["stranger.py", "constants"], tmp_path / "out", **{KNOBS_VARIABLE: path}, **outside)
-        assert told.code == 0
-        assert told.printed_losses == plain.printed_losses
-        assert f"tune-cluster: {words}" in told.errors
-        assert told.lines == []
+        (reported,) = launch(["stranger.py", "constants"], tmp_path / "out", **{KNOBS_VARIABLE: path}, **outside)
+        assert reported.code == 0
+        assert reported.printed_losses == plain.printed_losses
+        assert f"tune-cluster: {words}" in reported.errors
+        assert reported.lines == []
 
 
 @pytest.mark.slow
@@ -220,9 +221,9 @@ def test_a_file_that_cannot_be_read_leaves_the_program_alone(tmp_path, text):
     path = tmp_path / "knobs.json"
     if text is not None:
         path.write_text(text)
-    told = launch(["-c", "print('on')"], tmp_path / "out", TUNE_CLUSTER_REPORT="", **{KNOBS_VARIABLE: str(path)})
-    assert (told[0].code, told[0].output) == (0, "on\n")
-    assert "no knobs are applied" in told[0].errors
+    reported = launch(["-c", "print('on')"], tmp_path / "out", TUNE_CLUSTER_REPORT="", **{KNOBS_VARIABLE: str(path)})
+    assert (reported[0].code, reported[0].output) == (0, "on\n")
+    assert "no knobs are applied" in reported[0].errors
 
 
 # ---- What the judge makes of it
@@ -241,17 +242,17 @@ def command(knobs):
     )
 
 
-def judge_of(knobs, *told):
+def judge_of(knobs, *reported):
     """A judge that has received lines of (rank, name, state)."""
     book = StepBook(command(knobs))
-    for rank, name, state in told:
+    for rank, name, state in reported:
         line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": "as seen"}
         book.add_report_line(json.dumps(line), origin=f"rank{rank}.jsonl", arrived_s=0.0)
     return Judge(command(knobs), book)
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("reported", "problem"),
     [
         ([(0, "recompute", "applied"), (1, "recompute", "applied")], None),
         ([(0, "recompute", "applied"), (1, "recompute", "refused")], "recompute is refused: as seen .*rank1"),
@@ -260,8 +261,8 @@ def judge_of(knobs, *told):
         ([(0, "recompute", "applied"), (1, "compile", "applied")], "recompute: no report from rank1.jsonl"),
     ],
 )
-def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
-    judge = judge_of({"recompute": "full"}, *told)
+def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(reported, problem):
+    judge = judge_of({"recompute": "full"}, *reported)
     assert inside_knobs(command({"recompute": "full"})) == ("recompute",)
     if problem is None:
         judge.check_knobs(is_last=True)
@@ -272,7 +273,7 @@ def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
 
 
 @pytest.mark.parametrize(
-    ("told", "refused"),
+    ("reported", "refused"),
     [
         ({"recompute": ("refused", "no block"), "precision": ("applied", "bf16")}, ("recompute",)),
         ({"recompute": ("refused", "no block"), "precision": ("refused", "autocast")}, ("recompute", "precision")),
@@ -280,16 +281,16 @@ def test_a_knob_that_does_not_act_on_every_rank_is_not_applied(told, problem):
         ({"attention": ("no_effect", "no call")}, ()),
     ],
 )
-def test_a_refusal_names_the_knobs_at_fault(told, refused):
+def test_a_refusal_names_the_knobs_at_fault(reported, refused):
     """Of several knobs refused for one reason, others may be refused only since the first is."""
-    book = StepBook(command(dict.fromkeys(told, True)))
-    for name, (state, detail) in told.items():
+    book = StepBook(command(dict.fromkeys(reported, True)))
+    for name, (state, detail) in reported.items():
         line = {"source": "hook:torch", "event": "knob", "name": name, "state": state, "detail": detail}
         book.add_report_line(json.dumps(line), origin="rank0.jsonl", arrived_s=0.0)
     with pytest.raises(NotApplied) as error:
         Judge(command({}), book).check_knobs()
     assert error.value.refused == refused
-    assert all(detail in str(error.value) for _, detail in told.values() if _ != "applied")
+    assert all(detail in str(error.value) for _, detail in reported.values() if _ != "applied")
 
 
 def test_reports_keep_what_was_seen_and_the_fingerprint():
@@ -304,9 +305,9 @@ def test_unusual_programs_train_on(tmp_path, data):
     knobs = tmp_path / "knobs.json"
     wanted = {"num_workers": 2, "ddp_bucket_mb": 1}
     knobs.write_text(json.dumps({"version": 1, "knobs": wanted}))
-    (told,) = launch(["unusual_data.py", data], tmp_path, **{KNOBS_VARIABLE: str(knobs)})
-    assert (told.output, told.code) == ("unharmed\n", 0), told.errors
-    states = {line["name"]: (line["state"], line["detail"]) for line in told.events("knob")}
+    (reported,) = launch(["unusual_data.py", data], tmp_path, **{KNOBS_VARIABLE: str(knobs)})
+    assert (reported.output, reported.code) == ("unharmed\n", 0), reported.errors
+    states = {line["name"]: (line["state"], line["detail"]) for line in reported.events("knob")}
     assert states["ddp_bucket_mb"][0] == "refused"
     assert states["num_workers"][0] == ("refused" if data == "open file" else "applied"), states
     assert "which was already open" in states["num_workers"][1] or data == "tensors"

@@ -119,10 +119,10 @@ def test_graph_breaks_and_recompilations_have_a_place(tmp_path):
     program = tmp_path / "breaks.py"
     program.write_text(BREAKS)
     wanted = '{"first": 1, "last": 3, "modules": true}'
-    (traced,) = launch([str(program)], tmp_path / "told", TUNE_CLUSTER_PROFILE=wanted)
+    (traced,) = launch([str(program)], tmp_path / "reported", TUNE_CLUSTER_PROFILE=wanted)
     assert traced.code == 0, traced.errors
     assert "Graph break" not in traced.output + traced.errors, "what torch would not print is not printed"
-    (path,) = windows(tmp_path / "told")
+    (path,) = windows(tmp_path / "reported")
     profile = read_window(path, tmp_path / "kept", lambda: None)
     assert (profile.first_step, profile.last_step) == (2, 3), "a step is known by the end of the one before"
     found = {(event.kind, event.place) for event in profile.compilations}
