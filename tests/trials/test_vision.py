@@ -73,6 +73,7 @@ CASES = {
     "single/O2/nhwc/recompute": {"precision": O2, "kernels": NHWC, "recompute": HALF},
     "single/blocks/recompute": {"kernels": graph("block"), "recompute": FULL},
     "single/model/nhwc": {"kernels": graph("model", memory_format="nhwc")},
+    "single/model/auto": {"kernels": graph("model", "eager", memory_format="auto")},
     "ddp": {"layout": DDP},
     "ddp/nhwc/recompute": {"layout": DDP, "kernels": NHWC, "recompute": FULL},
     "ddp/auto/O1": {"layout": DDP, "kernels": Kernels(memory_format="auto"), "precision": BF16},
