@@ -31,9 +31,8 @@ from trials.spec import (
 
 ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
 
-MAX_RANKS = 8
-MAX_RANKS_COMPILED = 4
-"""Most ranks of a trial in graph mode: every rank traces for itself, which takes long, and no pair needs more."""
+MAX_RANKS = 4
+"""Of trials for pairs: no pair of common values needs more."""
 WORKLOAD = dataclasses.replace(TWO_LAYERS, model=dataclasses.replace(SHAPE, num_layers=3))
 WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, num_layers=3, hidden_size=64, ffn_hidden_size=96))
 """What 8-bit floats train: all sizes divide by 16, also on each of two tensor-parallel ranks."""
@@ -137,7 +136,7 @@ OTHERS = {
 }  # fmt: skip
 RARE = {
     "pp": ("gpipe",),
-    "dp": ("replicate", "zero2-last"),
+    "dp": ("replicate", "zero2-last", "hsdp"),
     "tp": ("local",),
     "recompute": ("mixed",),
     "precision": ("O1-fp16", "O1-lists"),
@@ -184,9 +183,7 @@ def spec_of(row):
     return dataclasses.replace(spec, protocol=THREE_STEPS)
 
 
-def is_legal(row, max_ranks_compiled=MAX_RANKS_COMPILED):
-    if row["graph"] != "eager" and layout_of(row).world_size > max_ranks_compiled:
-        return False
+def is_legal(row):
     rows_per_rank = WORKLOAD.global_batch_size // layout_of(row).dp
     if rows_per_rank % NUM_MICROBATCHES[row["batches"]]:
         return False
@@ -205,7 +202,7 @@ def cost(row):
 
 
 @functools.cache
-def covering(max_ranks_compiled=MAX_RANKS_COMPILED):
+def covering():
     others = common(OTHERS)
     neutral = {family: next(iter(values)) for family, values in others.items()}
     cores = []
@@ -213,7 +210,7 @@ def covering(max_ranks_compiled=MAX_RANKS_COMPILED):
         core = dict(zip((*LAYOUT_FAMILIES, "batches"), values, strict=True))
         if layout_of(core).world_size <= MAX_RANKS and is_legal({**core, **neutral}):
             cores.append(core)
-    return Covering(cores, others, functools.partial(is_legal, max_ranks_compiled=max_ranks_compiled), cost)
+    return Covering(cores, others, is_legal, cost)
 
 
 FAMILIES = (*LAYOUT_FAMILIES, "batches", *OTHERS)
