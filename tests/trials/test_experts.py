@@ -105,12 +105,12 @@ def tried_split():
         if name not in eager and name.startswith(("ep2/zero", "ep2/local/", "ep2/local-sp-copies"))
     ]
     fours = [name for name in eager if name.startswith("ep4")]
-    return [*(name for name in eager if name not in fours), *spread(fours, 6), *compiled]
+    return [*(name for name in eager if name not in fours), *spread(fours, 4), *compiled]
 
 
 TRIED = [
     REFERENCE,
-    *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE], 16),
+    *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE], 10),
     *tried_split(),
 ]
 USUAL = [*spread([name for name in TRIED[1:] if world_size(name) <= 2 and name in WHOLE], 6), *SPLIT_USUAL]
