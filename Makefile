@@ -28,7 +28,7 @@ test: check
 APART = tests/orchestrator/cli/test_run.py tests/end_to_end/test_tutorial.py
 test-exhaustive: $(VENV)/.test
 	$(PYTEST) -m exhaustive $(APART:%=--ignore %)
-	$(PYTEST) -m exhaustive $(APART)
+	for file in $(APART); do $(VENV)/bin/pytest -m exhaustive $$file || exit 1; done
 
 test-all: check
 	$(PYTEST)
