@@ -129,7 +129,7 @@ def layer_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tu
 
 def wide_seconds(x: CostInputs, work: Work, k: Coefficients, rate: Array) -> tuple[Array, Array]:
     """Return the seconds that modules in fp32 add to forward and backward pass of each pipeline rank, shape (n,
-    stages): matmuls at the rate of that format, longer elements, and casts."""
+    stages): slower matmuls, elements of four bytes, and casts."""
     if not x.stage_wide_weights.any():
         return np.zeros(x.stage_layers.shape), np.zeros(x.stage_layers.shape)
     peak = np.where(x.wide_flops_per_s > 0, x.wide_flops_per_s, x.base_flops_per_s)

@@ -287,7 +287,7 @@ def test_the_device_holds_no_states(name, precision, device_bytes, host_bytes):
 
 
 def test_device_and_host_memory_match_a_real_rank():
-    """On a CPU both are one."""
+    """On a CPU, the rank's memory is the sum of both."""
     base = FAMILIES["single, O2 bf16"]
     offload = Offload(optimizer=True, activations=True)
     spec = dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, offload=offload))
