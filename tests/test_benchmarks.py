@@ -166,7 +166,7 @@ def test_another_call_adds_to_what_was_measured(tmp_path):
 @pytest.mark.timeout(600)
 def test_parts_of_every_kind_run_on_cpus_where_only_torch_is_installed(tmp_path):
     """The command without ``--parts`` runs all of them."""
-    names = "start,cluster,weights,collectives,hang"
+    names = "weights,collectives,hang"
     (tmp_path / "sitecustomize.py").write_text(BLOCKER, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--json", "--budget-s", "500"]
@@ -179,8 +179,7 @@ def test_parts_of_every_kind_run_on_cpus_where_only_torch_is_installed(tmp_path)
         assert part["rows"] and not part["why"], name
         assert [row for row in part["rows"] if "failed" in row] == [], name
     assert all(row["as on the CPU"] for row in parts["weights"]["rows"])
-    assert all(row["worked"] for row in parts["start"]["rows"])
-    gangs = [row for name in ("cluster", "hang") for row in parts[name]["rows"]]
+    gangs = parts["hang"]["rows"]
     assert [(row["gang"], row["ended"]) for row in gangs] == [(row["gang"], row["wanted"]) for row in gangs]
     assert parts["hang"]["rows"][0]["blames it"]
 

@@ -161,7 +161,7 @@ def test_the_guardian_finds_what_has_overwritten_its_environment(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("after_s", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
 def test_a_controller_killed_soon_after_its_sweep_was_created_leaves_nothing(tmp_path, after_s):
     """Ray's agents start within that time, and take long to notice by themselves that their head is gone."""
     file, scratch = tmp_path / "sweep.yaml", Path(tempfile.mkdtemp(prefix="left-"))

@@ -152,8 +152,7 @@ def repaired(cluster):
 
 SWEEPS = (
     ("warden killed", "raylet killed", "MLflow away"),
-    ("controller killed", "controller and supervisor killed"),
-    ("link cut", "head killed"),
+    ("link cut", "controller killed", "head killed"),
 )
 """Faults of one sweep, one after the other, that need several hosts: all but the last leave the gang they hit to be
 launched again. ``python -m benchmarks.faults`` has every fault."""

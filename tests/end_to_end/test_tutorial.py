@@ -24,9 +24,11 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 CHANGES = {
     "max_trials: 12, wall_time: 10m": "max_trials: 8, wall_time: 14m",
     "precision: [O0, O1]": "precision: [O0]",
+    "seq_length: 128": "seq_length: 64",
+    "finalists: 2, max_rounds: 6, soak: 15s": "finalists: 1, max_rounds: 6, soak: 5s",
 }
-"""To the quickstart sweep: fewer trials, enough time on a slow machine, and none of the 16-bit matmuls that processors
-without instructions for them compute 40 times slower."""
+"""To the quickstart sweep: fewer and shorter trials, enough time on a slow machine, and none of the 16-bit matmuls that
+processors without instructions for them compute 40 times slower."""
 MAY_DRIFT = (0, 1, 3)
 """Exit codes of ``verify``: other tests run at the same time."""
 

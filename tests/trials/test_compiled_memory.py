@@ -27,7 +27,7 @@ TOLERANCE = 0.03
 SMALL = LlamaModel(hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=2, ffn_hidden_size=1792, vocab_size=256)
 PARTITIONED = "aot_eager_decomp_partition"
 CASES = [("O2", "", PARTITIONED), ("O2", "feed_forward", "inductor")]
-LAYOUTS = ("ZeRO-3 x2, O2 bf16", "PP2 1F1B", "TP2 DTensor", "CP2 all-gather")
+LAYOUTS = ("ZeRO-3 x2, O2 bf16", "CP2 all-gather")
 
 
 def _spec(level, pattern, num_layers, compile_="block", backend="inductor"):

@@ -212,7 +212,7 @@ def test_layers_are_extrapolated():
     _assert_extrapolation_is_exact(spec, [0])
 
 
-EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage", "interleaved, uneven chunks")
+EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage")
 """Pipelines of which all stages are compared: those with unlike stages."""
 
 

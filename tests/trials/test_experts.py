@@ -82,6 +82,10 @@ def world_size(name):
     return SPECS[name].candidate.layout.world_size
 
 
+def is_eager(name):
+    return SPECS[name].candidate.kernels.compile == "off"
+
+
 def spread(names, count):
     """``count`` of the names, evenly spread over their order by world size."""
     ordered = sorted(names, key=lambda name: (world_size(name), name))
@@ -98,22 +102,19 @@ SPLIT_USUAL = [
 def tried_split():
     """Those on up to four ranks; of the compiled ones, which take long, some."""
     names = [name for name in SPLIT if world_size(name) <= 4]
-    eager = [name for name in names if SPECS[name].candidate.kernels.compile == "off"]
-    compiled = [
-        name
-        for name in names
-        if name not in eager and name.startswith(("ep2/zero", "ep2/local/", "ep2/local-sp-copies"))
-    ]
+    eager = [name for name in names if is_eager(name)]
+    compiled = [name for name in names if name not in eager and name.startswith(("ep2/zero", "ep2/local/"))]
     fours = [name for name in eager if name.startswith("ep4")]
     return [*(name for name in eager if name not in fours), *spread(fours, 4), *compiled]
 
 
 TRIED = [
     REFERENCE,
-    *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE], 10),
+    *spread([name for name in WHOLE if world_size(name) <= 4 and name != REFERENCE and is_eager(name)], 9),
+    "zero2/sharded-embedding/m1/O0/block",
     *tried_split(),
 ]
-USUAL = [*spread([name for name in TRIED[1:] if world_size(name) <= 2 and name in WHOLE], 6), *SPLIT_USUAL]
+USUAL = [*(name for name in TRIED[1:] if world_size(name) <= 2 and name in WHOLE and is_eager(name)), *SPLIT_USUAL]
 
 
 @functools.cache

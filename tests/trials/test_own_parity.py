@@ -117,7 +117,6 @@ KNOBS = {
         "kernels": Kernels(fused="torch", compile="block", backend="aot_eager"),
     },
     "chunks-zero3-O2": {"layout": Layout(dp_shard=2, zero_stage=3), "kernels": Kernels(loss_chunks=4), "precision": O2},
-    "chunks-model": {"kernels": Kernels(loss_chunks=3, compile="model", backend="eager")},
     "tp-block": {"layout": Layout(tp=2), "kernels": Kernels(compile="block", backend="aot_eager")},
     "tp-model": {"layout": Layout(tp=2), "kernels": Kernels(compile="model", backend="eager")},
     "tp-O1": {"layout": Layout(tp=2), "precision": O1},
@@ -156,7 +155,7 @@ NOT_FOR |= {("convolver", knob) for knob in KNOBS if knob not in OF_IMAGES}
 OF_VARIANTS = {
     "encoder": "one full O1 block ddp zero1 zero3 zero3-full-O1 tp tp-block pp zbv",
     "llama": "one accumulation O1-fp16 selective zero2-O2 zero3-full-O1 zero3-block replicate tp fused fused-zero3-O1"
-    " fused-tp fused-pp-block chunks-zero3-O2 chunks-model tp-model tp-O1 tp-chunks tp-chunks-zbv pp-full"
+    " fused-tp fused-pp-block chunks-zero3-O2 tp-model tp-O1 tp-chunks tp-chunks-zbv pp-full"
     " pp-zero3-O1 tp-pp",
     "qwen3": "one zero1 zero3 tp-full pp zbv",
     "qwen3-tied": "one zero3 tp-zero2 chunks-zero3-O2",

@@ -15,7 +15,7 @@ from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def num_free_cpus():
     return ray.available_resources().get("CPU", 0)
 
 
-@pytest.mark.exhaustive
 def test_unavailable_nodes_are_reported_and_waited_for_until_the_caller_gives_up(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(connecting, "INFEASIBLE_WAIT_S", 0.5)
     words = r"4 nodes requested, each with 4 CPUs; the Ray cluster has 3"
@@ -85,7 +84,6 @@ def test_unavailable_nodes_are_reported_and_waited_for_until_the_caller_gives_up
     assert words in heard[-1]
 
 
-@pytest.mark.exhaustive
 def test_an_excluded_node_is_not_held_and_another_takes_its_place(nodes, tmp_path):
     """The node excluded is the one that was leased first."""
     leases = []
@@ -114,7 +112,6 @@ def test_a_gang_spans_nodes(lease, pids):
     assert living(pids) == []
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["env", "own"])
 def test_a_user_program_spans_nodes_and_gets_the_rendezvous_address(lease, tmp_path, launcher):
     path = scripts.write(tmp_path / "own", scripts.DDP)
@@ -135,7 +132,6 @@ def test_a_user_program_spans_nodes_and_gets_the_rendezvous_address(lease, tmp_p
     assert found.peak_bytes > 50 << 20, "torch alone takes more"
 
 
-@pytest.mark.exhaustive
 def test_a_node_that_lacks_the_program_folder_is_named_with_it(lease, tmp_path):
     spec = scripts.spec(scripts.write(tmp_path / "own", scripts.STEPS)) | {"cwd": "/nowhere/at/all"}
     end = run(lease, scripts.RUNNER, spec=spec, world_size=1)
@@ -143,7 +139,6 @@ def test_a_node_that_lacks_the_program_folder_is_named_with_it(lease, tmp_path):
     assert end.outcome.evidence.node in names(lease)
 
 
-@pytest.mark.exhaustive
 def test_a_probe_measures_both_nodes_and_the_network_between(lease):
     profile = probe(lease, at_s=0.0)
     assert [node.node for node in profile.measured] == [node.name for node in lease.topology.nodes]
@@ -163,7 +158,6 @@ def test_a_failure_on_one_node_ends_the_gang_on_the_other(lease, pids):
     assert end.outcome.evidence.node == gang.placement.ranks[3].node
 
 
-@pytest.mark.exhaustive
 def test_it_grows_while_gangs_run_and_gives_back_what_is_idle(lease, pids):
     first, busy = names(lease)[0], lease.topology.nodes[0].devices
     gang = launch(lease, "hangs_at_start", devices=busy, spec={"pids": pids})
@@ -187,7 +181,6 @@ def test_it_grows_while_gangs_run_and_gives_back_what_is_idle(lease, pids):
     assert isinstance(end_of(lease, gang).outcome, GangLost)
 
 
-@pytest.mark.exhaustive
 def test_a_more_important_sweep_gets_the_nodes_and_they_come_back(nodes, lease, tmp_path):
     """Does what the runtime does: beat, follow the grant, poll."""
     seen = []
@@ -247,7 +240,6 @@ def test_lost_nodes(nodes, lease, tmp_path):
     assert len(names(lease)) == 2, "there is no other"
 
 
-@pytest.mark.exhaustive
 def test_a_drained_node_is_distinguished_from_a_failed_one(lease):
     """Ray calls this draining: it is announced some time before the node goes. Runs last."""
     import ray

@@ -50,7 +50,6 @@ CASES = {
         },
         ROUNDED,
     ),
-    "constants autocast": ({"precision": "O1-bf16"}, {}, {"precision": "already uses "}, EXACT),
     "constants scaler": ({"precision": "O1-bf16"}, {}, {"precision": "already uses "}, EXACT),
     "constants recomputes": (
         {"recompute": "full", "precision": "O1-bf16"},
