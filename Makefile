@@ -6,7 +6,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Test processes: the slow tests start gangs of up to eight ranks each, so more are no gain on few cores.
 WORKERS ?= 2
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# Most of the modules that come with the packages are never imported, so none is compiled in advance.
+INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --constraint constraints.txt
 
 # A test process that dies ends the run with an error; xdist would start another one and then wait for ever.
 # Hundreds of short processes import the same modules.
@@ -56,30 +57,30 @@ dist: $(VENV)/.dist
 $(VENV)/.torch: constraints.txt
 	@echo "setting up $(VENV): this takes some minutes once"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install "$(TORCH)" --constraint constraints.txt
+	$(INSTALL) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable . --constraint constraints.txt
+	$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable ".[test]" --constraint constraints.txt
+	$(INSTALL) --editable ".[test]"
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.bench: $(VENV)/.test
-	$(PIP) install --editable ".[bench]" --constraint constraints.txt
+	$(INSTALL) --editable ".[bench]"
 	@touch $@
 
 # The site needs no torch.
 $(VENV)/.docs: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install mkdocs-material --constraint constraints.txt
+	$(INSTALL) mkdocs-material
 	@touch $@
 
 $(VENV)/.dist: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install setuptools --constraint constraints.txt
+	$(INSTALL) setuptools
 	@touch $@
 
 clean:

@@ -216,6 +216,6 @@ def test_the_cluster_for_kuberay_is_complete():
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     for group in groups:
         (container,) = group["template"]["spec"]["containers"]
-        asked = container["resources"]["limits"].get("nvidia.com/gpu", "0")
-        assert group["rayStartParams"]["num-gpus"] == asked
+        requested = container["resources"]["limits"].get("nvidia.com/gpu", "0")
+        assert group["rayStartParams"]["num-gpus"] == requested
     assert spec["authOptions"] == {"mode": "token"}

@@ -26,7 +26,7 @@ MAY_WRITE = {
     "cluster/processes.py": "/proc",
     "trials/training/measure.py": "/proc",
     "cluster/node/load_watch.py": "what nvidia-smi prints, read after its end",
-    "cluster/ray/connection.py": "a token that nobody reads yet",
+    "cluster/ray/connection.py": "a token without readers yet",
     "orchestrator/config/schema.py": "generated documents of the repository",
     "orchestrator/report/result_schema.py": "generated documents of the repository",
     "trials/script/hook/tune_cluster_hook/window.py": "renamed when complete; the hook has no code of ours but its own",

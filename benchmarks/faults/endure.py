@@ -107,7 +107,7 @@ class Endured:
     detected_s: tuple[float, ...]
     """From each fault to the moment it was noticed."""
     recovered_s: float
-    """From the last such moment, mending included, to the next finished measurement."""
+    """From the last such moment, repairs included, to the next finished measurement."""
     problems: tuple[str, ...]
     leaks: tuple[str, ...]
     """Processes and placement groups that were still there half a minute after the sweep's end."""

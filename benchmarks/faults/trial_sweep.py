@@ -33,7 +33,7 @@ SWEEP = {
     "confirm": "off",  # what is proven has tests of its own
     "gate": "off",
     "tracking": {"report": False},  # pages have tests of their own, too
-    "deadlines": {"starting_s": 120, "stall_s": 15},
+    "deadlines": {"starting_s": 240, "stall_s": 60},
 }
 CLUSTER = {"kind": "ray", "num_nodes": 3, "min_nodes": 2, "devices_per_node": 4, "isolation": "device"}
 

@@ -62,8 +62,7 @@ def submit(folder, program, kind, *options, gate="off"):
     ("kind", "options"),
     [
         pytest.param("local", (), id="local"),
-        pytest.param("ray", (), id="ray", marks=pytest.mark.ray),
-        pytest.param("local", ("--detach", "--follow"), id="detached"),
+        pytest.param("ray", ("--detach", "--follow"), id="ray, detached", marks=pytest.mark.ray),
     ],
 )
 def test_a_folder_full_of_traps_changes_nothing(tmp_path, kind, options):

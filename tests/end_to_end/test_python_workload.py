@@ -23,7 +23,7 @@ def run(*words, home):
 def test_the_shipped_example_is_proven_as_far_as_the_machine_allows_and_promoted(tmp_path):
     sweep = yaml.safe_load((SWEEPS / "python.yaml").read_text(encoding="utf-8"))
     sweep["workload"]["cwd"] = str(SWEEPS / sweep["workload"]["cwd"])
-    sweep |= {"budget": {"max_trials": 3}, "confirm": {"finalists": 1, "max_rounds": 3, "soak": "off"}}
+    sweep |= {"budget": {"max_trials": 3}, "confirm": {"finalists": 1, "min_rounds": 2, "max_rounds": 2, "soak": "off"}}
     (tmp_path / "python.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
     result = run("submit", str(tmp_path / "python.yaml"), home=tmp_path)
     proof = result["proof"]

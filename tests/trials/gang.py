@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import time
 import traceback
@@ -23,6 +24,8 @@ class RankFailure:
     rank: int = -1
     collateral: tuple[str, ...] = ()
     """Kinds of the other ranks' failures."""
+    other_messages: tuple[str, ...] = ()
+    """Ends of their messages."""
 
 
 Result = RankReport | RankFailure
@@ -54,24 +57,24 @@ def _run_until_failure(specs, folder, timeout_s, options):
     folder.mkdir(parents=True)
     world_size = specs[0].candidate.layout.world_size
     with gang(_rank_main, world_size, folder / "0", [to_json(spec) for spec in specs], folder, options) as pipes:
-        return _collect(pipes, len(specs), timeout_s)
+        return _collect(pipes, len(specs), folder, timeout_s)
 
 
-def _collect(pipes, num_specs, timeout_s):
+def _collect(pipes, num_specs, folder, timeout_s):
     results = []
     for _ in range(num_specs):
-        result = _fold([_receive(pipe, timeout_s, rank) for rank, pipe in enumerate(pipes)])
+        result = _fold([_receive(pipe, timeout_s, rank, folder) for rank, pipe in enumerate(pipes)])
         results.append(result)
         if isinstance(result, RankFailure):
             break
     return results
 
 
-def _receive(pipe, timeout_s, rank):
+def _receive(pipe, timeout_s, rank, folder):
     try:
         outcome, value = receive(pipe, timeout_s)
     except RankError as error:
-        return RankFailure("connection", "Silent", str(error), rank)
+        return RankFailure("connection", "Silent", f"{error}\n{_log(folder, rank).read_text()[-3000:]}", rank)
     if outcome == "report":
         return from_json(RankReport, value)
     return RankFailure(*value, rank)
@@ -81,7 +84,12 @@ def _fold(results):
     failures = [result for result in results if isinstance(result, RankFailure)]
     if failures:
         root = min(failures, key=lambda failure: failure.kind == "connection")
-        return dataclasses.replace(root, collateral=tuple(other.kind for other in failures if other is not root))
+        others = [failure for failure in failures if failure is not root]
+        return dataclasses.replace(
+            root,
+            collateral=tuple(other.kind for other in others),
+            other_messages=tuple(f"rank {other.rank}: {other.message[-3000:]}" for other in others),
+        )
     first = results[0]
     for other in results:
         assert isinstance(first, RankReport) and isinstance(other, RankReport)
@@ -89,9 +97,16 @@ def _fold(results):
     return first
 
 
+def _log(folder, rank):
+    return folder / f"rank{rank}.log"
+
+
 def _rank_main(pipe, specs, folder, options):
     from trials import worker
 
+    with _log(folder, os.environ["RANK"]).open("wb") as log:
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable(file=2)
     if "before" in options:
         options["before"]()
     if not options.get("counts_peaks"):

@@ -118,7 +118,7 @@ class Driver(ModuleType):
         super().__init__("pynvml")
         self.num_looks = 0
         self.is_open = False
-        self.opened, self.asked = threading.Event(), threading.Event()
+        self.opened, self.queried = threading.Event(), threading.Event()
 
     def nvmlInit(self):
         self.is_open = True
@@ -142,7 +142,7 @@ class Driver(ModuleType):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         assert self.is_open
         self.num_looks += kind == self.NVML_CLOCK_SM
-        self.asked.set()
+        self.queried.set()
         return 2619 if kind == self.NVML_CLOCK_MEM else (1980 if self.num_looks == 1 else 1200)
 
     def nvmlDeviceGetMaxClockInfo(self, _handle, _kind):
@@ -175,7 +175,7 @@ def watched(uuid, driver=None, **options):
     watch = HealthWatch(uuid, **options)
     watch.begin()
     if driver is not None:
-        assert driver.asked.wait(30.0)
+        assert driver.queried.wait(30.0)
     return watch.end()
 
 
@@ -384,9 +384,9 @@ def test_health_is_set_up_in_warmup_and_sampled_while_measuring(own_driver):
     tell("starting")
     assert not own_driver.opened.is_set()
     tell("warmup")
-    assert own_driver.opened.wait(30.0) and not own_driver.asked.wait(0.2)
+    assert own_driver.opened.wait(30.0) and not own_driver.queried.wait(0.2)
     tell("measuring", step=1)
-    assert own_driver.asked.wait(30.0)
+    assert own_driver.queried.wait(30.0)
     (health,) = own.health(2)
     assert (health.rank, health.num_samples >= 2, health.highest_temperature_c) == (2, True, 89)
     assert reported == ["starting", "warmup", "measuring"]

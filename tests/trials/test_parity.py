@@ -154,7 +154,6 @@ WHOLE_GRAPHS = (
     {"pp": "1f1b", "dp": "ddp", "precision": "O2-fp16", "offload": "host-optimizer"},
     {"dp": "zero1", "loss": "chunked-loss"},
     {"dp": "zero3-last", "cp": "all-gather", "embedding": "sharded-embedding", "precision": "O2-bf16"},
-    {"dp": "replicate", "cp": "ring", "recompute": "full"},
     {"tp": "tp", "precision": "O2-fp16"},
     {"tp": "local-sp-copies"},
 )

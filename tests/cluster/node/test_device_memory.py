@@ -21,7 +21,7 @@ from tests.cluster.vendors import RESET
 from trials.outcome import GangLost, Measured
 
 SCRIPT = """#!/bin/sh
-echo "$1" >> {folder}/asked
+echo "$1" >> {folder}/queries
 case "$1" in
 --query-gpu=index,uuid,clocks*) echo '1, GPU-0001-abcd, 0x4, 1, 1, 30, 7000, 90, 300.0' ;;
 --query-gpu=index,*) . {folder}/gpus ;;
@@ -46,15 +46,15 @@ class Smi:
         program = folder / "nvidia-smi"
         program.write_text(SCRIPT.format(folder=folder))
         program.chmod(0o755)
-        (folder / "asked").write_text("")
+        (folder / "queries").write_text("")
         self.uses(4, 4)
         self.answers("apps", "")
 
     def answers(self, name, script):
         """Replace the answer atomically: it may be read at any time."""
-        beside = self.folder / f"{name}.new"
-        beside.write_text(script)
-        beside.replace(self.folder / name)
+        new = self.folder / f"{name}.new"
+        new.write_text(script)
+        new.replace(self.folder / name)
 
     def uses(self, *mebibytes):
         lines = [f"echo '{_row(i, used)}'" for i, used in enumerate(mebibytes)]
@@ -62,7 +62,7 @@ class Smi:
 
     @property
     def queries(self):
-        return (self.folder / "asked").read_text().splitlines()
+        return (self.folder / "queries").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")

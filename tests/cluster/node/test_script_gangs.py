@@ -213,8 +213,8 @@ dump()  # the first takes seconds
 def listen():
     pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
     os.mkfifo(pipe)
-    asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    while not os.read(asked, 1):
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    while not os.read(reader, 1):
         time.sleep(0.1)
     with open(f"{os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}{rank}", "wb") as file:
         file.write(dump())

@@ -206,7 +206,7 @@ class Controller(RuleBasedStateMachine):
     def late_or_doubled_end(self, data, outcome):
         """A token that has ended before, or one never issued."""
         event = data.draw(st.sampled_from(list(self.ends.values())))
-        token = data.draw(st.sampled_from([event.token, "nobody's"]))
+        token = data.draw(st.sampled_from([event.token, "unknown"]))
         before = self.state
         self.happens(
             AttemptEnded(at_s=before.now_s, trial=event.trial, token=token, outcome=outcome, device_seconds=9.0)

@@ -24,7 +24,7 @@ def main(format_, folder):
     with contextlib.redirect_stdout(sys.stderr):
         values = {path.name: check(path) for path in sorted(Path(folder).iterdir())}
         found = {package: facts.collect(package) for package in FACTS[format_]}
-    print(json.dumps({"said": values, "facts": found}))
+    print(json.dumps({"values": values, "facts": found}))
 
 
 # ---- the model ----

@@ -58,10 +58,10 @@ def test_every_setting_written_is_one_that_the_package_has(package):
     known = facts.frozen(package)
     written = set()
     for candidate, workload in goldens.configurations()[:-3:2]:
-        said = settings_of(package, recipe(format_of(package)).export(candidate, workload).files)
-        said.pop("WORLD_SIZE", None)
-        written |= set(said)
-        typed = {name: as_typed(value, known["settings"].get(name)) for name, value in said.items()}
+        settings = settings_of(package, recipe(format_of(package)).export(candidate, workload).files)
+        settings.pop("WORLD_SIZE", None)
+        written |= set(settings)
+        typed = {name: as_typed(value, known["settings"].get(name)) for name, value in settings.items()}
         assert list(facts.problems(known, typed)) == []
     assert len(written) > (15 if package in facts.PACKAGES else 45)
 
@@ -84,8 +84,8 @@ def test_the_real_package_accepts_every_export_and_reads_the_same_values(name, t
     made = written(name, [*configurations(90, seed=1), *mixture], tmp_path)
     assert len(made) >= 5
     answer = run("tests.orchestrator.frameworks.real_packages", name, tmp_path)
-    assert sorted(answer["said"]) == sorted(made)
-    for folder, understood in answer["said"].items():
+    assert sorted(answer["values"]) == sorted(made)
+    for folder, understood in answer["values"].items():
         assert understood == {path: value for path, value in made[folder].items() if path in understood}
     for package, found in answer["facts"].items():
         known = facts.frozen(package)
@@ -136,8 +136,8 @@ def test_megatron_reads_the_same_values_from_every_export(tmp_path):
     skip_without("megatron")
     skip_without("megatron.training")  # megatron-core alone has no parser
     made = written("megatron", goldens.configurations()[:100], tmp_path)
-    said = run("tests.orchestrator.frameworks.real_megatron", tmp_path)
-    for folder, understood in said.items():
+    settings = run("tests.orchestrator.frameworks.real_megatron", tmp_path)
+    for folder, understood in settings.items():
         number, rows = understood.pop("recompute")[1] or 0, made[folder]["recompute.full"]
         assert number >= max((count for row in rows for count in row), default=0)
         default = {"layout.num_virtual_stages": 1}

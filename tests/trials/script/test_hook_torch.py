@@ -119,8 +119,8 @@ def test_an_opaque_model_loses_only_its_facts(tmp_path):
     assert (traced.code, traced.output, traced.errors) == (0, bare.output, bare.errors)
     assert traced.losses == pytest.approx(traced.printed_losses, abs=1e-6)
     assert [note["text"] for note in traced.events("note")] == [
-        "hook model: RuntimeError: nobody looks at my modules",
-        "hook parameters: RuntimeError: nobody looks at my children",
+        "hook model: RuntimeError: modules are not available",
+        "hook parameters: RuntimeError: children are not available",
     ]
 
 

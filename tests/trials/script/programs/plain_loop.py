@@ -43,10 +43,10 @@ class Odd(Model):
     """Raises on any inspection."""
 
     def children(self):
-        raise RuntimeError("nobody looks at my children")
+        raise RuntimeError("children are not available")
 
     def modules(self):
-        raise RuntimeError("nobody looks at my modules")
+        raise RuntimeError("modules are not available")
 
 
 def wrapped(model, a):
