@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.dryrun.cases import O2, SMALL
 from trials.spec import (
     Candidate,
-    Kernels,
     Layout,
     Offload,
     Precision,
@@ -71,7 +70,6 @@ PIPELINES: dict[str, TrialSpec] = {
         **_sharded(2, gradient_reduction="last"),
         candidate={"precision": Precision(level="O1", dtype="bfloat16")},
     ),
-    "1f1b, ZeRO-3, loss in chunks": pipeline(_FIVE, 9, **_sharded(3), candidate={"kernels": Kernels(loss_chunks=4)}),
     "1f1b, ZeRO-3 at the end, CP ring": pipeline(
         _FOUR, 8, **_sharded(3, gradient_reduction="last"), cp=2, cp_method="ring"
     ),
@@ -81,22 +79,18 @@ PIPELINES: dict[str, TrialSpec] = {
         **_sharded(3, shard_embedding=True),
         candidate={"recompute": Recompute(selective=(_FEED_FORWARD, _ATTENTION))},
     ),
-    "1f1b, ZeRO-3, O2, TP DTensor": pipeline(_FOUR, 8, **_sharded(3, **_TP), candidate={"precision": O2}),
     "1f1b, gathers again": pipeline(
         _FOUR, 8, **_TP, tp_engine="local", candidate={"recompute": Recompute(communication=((2, 2, 1, 2),))}
     ),
     "1f1b, long runs recomputed in part": pipeline(
         ((12, 14, 12, 11),), 6, candidate={"recompute": Recompute(full=((6, 7, 6, 5),))}
     ),
-    "1f1b, CP Ulysses, ZeRO-1": pipeline(_FOUR, 8, cp=2, cp_method="ulysses", **_sharded(1)),
     "gpipe, ZeRO-3": pipeline(_FOUR, 10, schedule="gpipe", **_sharded(3)),
-    "gpipe, chunks, ZeRO-2": pipeline(_CHUNKS, 9, schedule="gpipe", **_sharded(2)),
     "interleaved, uneven chunks": pipeline(((2, 1, 1, 3), (1, 2, 0, 1)), 12, schedule="interleaved"),
     "interleaved, odd rounds, full recompute": pipeline(
         _CHUNKS, 10, schedule="interleaved", candidate={"recompute": Recompute(full=((1, 1, 1, 1), (0, 1, 0, 1)))}
     ),
     "interleaved, 3 chunks, ZeRO-1": pipeline(((1,) * 4,) * 3, 16, schedule="interleaved", **_sharded(1)),
-    "interleaved, ZeRO-3": pipeline(_CHUNKS, 16, schedule="interleaved", **_sharded(3)),
     "zbv": pipeline(_CHUNKS, 12, schedule="zbv"),
     "zbv, 6 ranks, ZeRO-1": pipeline(((1,) * 6, (1,) * 6), 14, schedule="zbv", **_sharded(1)),
     "zbv, ZeRO-3": pipeline(_CHUNKS, 12, schedule="zbv", **_sharded(3)),

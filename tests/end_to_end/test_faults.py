@@ -152,7 +152,7 @@ def repaired(cluster):
 
 SWEEPS = (
     ("warden killed", "raylet killed", "MLflow away"),
-    ("link cut", "controller killed", "head killed"),
+    ("link cut", "head killed"),
 )
 """Faults of one sweep, one after the other, that need several hosts: all but the last leave the gang they hit to be
 launched again. ``python -m benchmarks.faults`` has every fault."""

@@ -94,9 +94,8 @@ def test_accelerate_on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed_on_two_ranks(tmp_path, stage):
-    for rank in launch(["deepspeed_loop.py", "--stage", str(stage)], tmp_path, ranks=2):
+def test_deepspeed_on_two_ranks(tmp_path):
+    for rank in launch(["deepspeed_loop.py", "--stage", "3"], tmp_path, ranks=2):
         assert rank.code == 0, rank.errors
         assert [step["step"] for step in rank.steps] == [1, 2, 3, 4]
         assert {step["source"] for step in rank.steps} == {"hook:deepspeed"}
@@ -109,7 +108,7 @@ def test_deepspeed_on_two_ranks(tmp_path, stage):
             "dtype": "bfloat16",
         }
         shards = rank.facts["parameter_bytes_global"] / rank.facts["parameter_bytes_local"]
-        assert shards == pytest.approx(2 if stage == 3 else 1, rel=0.01)
+        assert shards == pytest.approx(2, rel=0.01)
 
 
 @pytest.mark.slow
