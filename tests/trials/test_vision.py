@@ -73,6 +73,7 @@ CASES = {
     "single/O2/nhwc/recompute": {"precision": O2, "kernels": NHWC, "recompute": HALF},
     "single/blocks/recompute": {"kernels": graph("block"), "recompute": FULL},
     "single/model/nhwc": {"kernels": graph("model", memory_format="nhwc")},
+    "single/model/auto": {"kernels": graph("model", "eager", memory_format="auto")},
     "ddp": {"layout": DDP},
     "ddp/nhwc/recompute": {"layout": DDP, "kernels": NHWC, "recompute": FULL},
     "ddp/auto/O1": {"layout": DDP, "kernels": Kernels(memory_format="auto"), "precision": BF16},
@@ -84,6 +85,7 @@ CASES = {
     "zero3/auto": {"layout": ZERO3, "kernels": Kernels(memory_format="auto")},
     "zero3/O2/nhwc/recompute": {"layout": ZERO3, "precision": O2, "kernels": NHWC, "recompute": FULL},
     "zero3/blocks/O1": {"layout": ZERO3, "kernels": graph("block", "eager"), "precision": BF16},
+    "zero3/model": {"layout": ZERO3, "kernels": graph("model")},
 }
 LINEAR_CASES = {
     "linear": {},
