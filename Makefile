@@ -23,9 +23,9 @@ sweep: $(VENV)/.run
 test: check
 	$(PYTEST) -m "not exhaustive"
 
-# Two files apart, each in a process of its own. test_run: late in a long run its test process was killed, twice; most likely
+# Two files run apart, each in its own process. test_run: late in a long run its test process was killed, twice; most likely
 # by Ray, whose head an earlier test had killed in the same process, as none does any more. test_tutorial: its sweep needs
-# many times as long to confirm a winner while other tests use the cores; test_run does for a minute only.
+# many times as long to confirm a winner while other tests use the cores, and test_run uses them for a minute or two only.
 APART = tests/orchestrator/cli/test_run.py tests/end_to_end/test_tutorial.py
 test-exhaustive: $(VENV)/.test
 	$(PYTEST) -m exhaustive $(APART:%=--ignore %)

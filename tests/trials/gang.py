@@ -74,7 +74,7 @@ def _receive(pipe, timeout_s, rank, folder):
     try:
         outcome, value = receive(pipe, timeout_s)
     except RankError as error:
-        return RankFailure("connection", "Silent", f"{error}\n{_log(folder, rank).read_text()[-3000:]}", rank)
+        return RankFailure("connection", "Silent", f"{error}\n{_end_of_log(folder, rank)}", rank)
     if outcome == "report":
         return from_json(RankReport, value)
     return RankFailure(*value, rank)
@@ -99,6 +99,12 @@ def _fold(results):
 
 def _log(folder, rank):
     return folder / f"rank{rank}.log"
+
+
+def _end_of_log(folder, rank):
+    """What the rank wrote to stderr; empty if it died before it had a log."""
+    log = _log(folder, rank)
+    return log.read_text(errors="replace")[-3000:] if log.exists() else ""
 
 
 def _rank_main(pipe, specs, folder, options):

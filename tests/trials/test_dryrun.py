@@ -213,7 +213,7 @@ def test_layers_are_extrapolated():
 
 
 EVERY_STAGE = ("1f1b, uneven", "1f1b, an empty stage")
-"""Pipelines of which all stages are compared: those with unlike stages."""
+"""Pipelines with unlike stages, of which all stages are compared."""
 
 
 @pytest.mark.slow
