@@ -73,7 +73,7 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
 
 def announce(links: dict[str, str], as_json: bool) -> None:
     """Print addresses by name and flush: the command keeps running."""
-    lines = [json.dumps(links)] if as_json else [f"{what:<12} {url}" for what, url in links.items()]
+    lines = [json.dumps(versioned(links))] if as_json else [f"{what:<12} {url}" for what, url in links.items()]
     for line in lines:
         echo(line)
     sys.stdout.flush()

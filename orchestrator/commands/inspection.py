@@ -10,6 +10,7 @@ from orchestrator.commands.submission import controller_log
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import experiments_url, sweep_links
 from orchestrator.promotion.references import ABSENT, Difference, differing, flat_json
+from orchestrator.report.result_schema import versioned
 from orchestrator.report.summary import Summary, chosen_result
 from orchestrator.report.tables import by_speed
 from orchestrator.space.notation import flat_params, short_name
@@ -63,7 +64,7 @@ def show_trial_logs(
     if out.follow:
         _follow_ranks(home, sweep, found, out)
     elif out.as_json:
-        echo_json(found.to_json())
+        echo_json(versioned(found.to_json()))
     else:
         _show(found, out)
 
@@ -90,7 +91,7 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
     lines = controller_log(home, name, follow=out.follow, num_lines=out.num_lines)
     if out.as_json and not out.follow:
         controller = sweep.controller.to_json() if sweep.controller else None
-        echo_json({"sweep": name, "controller": controller, "lines": list(lines)})
+        echo_json(versioned({"sweep": name, "controller": controller, "lines": list(lines)}))
         return
     for line in lines:
         out.line(line)

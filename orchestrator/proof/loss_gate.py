@@ -431,7 +431,7 @@ __all__ = [
 Compared = Literal["baseline", "reference"]
 
 MAX_SKIPPED_SHARE = 0.5
-"""Share of skipped updates above which a finalist's run is inconclusive."""
+"""Share of skipped updates above which a finalist fails."""
 MORE_EVIDENCE = (
     "A larger global_batch_size, a lower learning rate or a baseline in O0 makes the gate more sensitive; a "
     "custom evaluation (gate.command) can decide instead"

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.hardware.topology import Device
 from orchestrator import text as log_files
+from orchestrator.report.result_schema import SCHEMA_VERSION
 from orchestrator.sweep.snapshot import attempt_folder
 from orchestrator.text import MAX_LINE_CHARS, MAX_TAIL_BYTES, Follower, follow, plain, tail
 from tests.support import long_story, sweeps
@@ -172,7 +173,7 @@ def test_the_log_of_a_controller(tmp_path):
     assert run("logs", "story", "--home", tmp_path, "--lines", "1").stdout == "down\n"
     assert run("logs", "story", "--home", tmp_path, "--follow").stdout == "up\ndown\n"
     body = json.loads(run("logs", "story", "--home", tmp_path, "--json").stdout)
-    assert (body["lines"], body["controller"]["pid"]) == (["up", "down"], 4242)
+    assert (body["lines"], body["controller"]["pid"], body["schema_version"]) == (["up", "down"], 4242, SCHEMA_VERSION)
 
 
 @pytest.mark.exhaustive
