@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import assert_never
+from typing import assert_never, get_args
 from uuid import uuid4
 
 from cluster.base import (
@@ -48,8 +48,9 @@ from orchestrator.program.user_program import Script
 from orchestrator.proof import confirmation
 from orchestrator.proof.evaluation import Evaluator
 from orchestrator.search.search import Search
-from orchestrator.sweep.checkpoint import NOTE, last_request, new_events
+from orchestrator.sweep.checkpoint import last_request, new_events
 from orchestrator.sweep.events import (
+    Action,
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
@@ -176,7 +177,7 @@ class Waiting:
     """Callback of :func:`cluster.connect.connect` while it waits for nodes: notifies the observer, checks requests.
 
     Raises:
-        WithdrawnError: anything but a retry or a note was requested.
+        WithdrawnError: a pause, drain or cancel was requested.
     """
 
     def __init__(self, ledger: Ledger, observer: Observer) -> None:
@@ -187,8 +188,9 @@ class Waiting:
 
     def __call__(self, reason: str) -> None:
         self._observer.on_lease((), reason)
-        if any(request.body["action"] not in ("retry", NOTE) for request in self._ledger.requests(self.num_requests)):
-            raise WithdrawnError
+        requests = self._ledger.requests(self.num_requests)
+        if any(request.body["action"] in get_args(Action) for request in requests):
+            raise WithdrawnError  # other requests are carried out once there are nodes
 
 
 # Chooses the devices of a trial among the allowed ones of the lease.
@@ -267,7 +269,8 @@ class Placer:
         self._pool.give_back(placement.reserved)
 
     def wait(self, trial: Trial, now_s: float, within: Layout | None = None) -> None:
-        """Wait for nodes, within a time limit, if a trial cannot be placed although nothing is running.
+        """Wait for nodes, within a time limit, if a trial cannot be placed although nothing is running. Time while the
+        sweep may hold no node does not count.
 
         Args:
             within: the larger layout whose nodes the trial must run on, all of which are needed.
@@ -275,9 +278,9 @@ class Placer:
         Raises:
             ClusterError: the time limit has passed; ClusterLostError if nodes were lost.
         """
-        if self._stuck_since_s is None:
+        if self._stuck_since_s is None or self._lease.is_preempted:
             self._stuck_since_s = now_s
-        is_overdue = now_s - self._stuck_since_s > self._placing_s and not self._lease.is_preempted
+        is_overdue = now_s - self._stuck_since_s > self._placing_s
         if is_overdue or not self._lease.waiting:
             raise self._unplaceable(trial, within)
 
@@ -759,6 +762,8 @@ class Runtime:
                 self._note_full()
                 self._unhandled += self._cluster.poll(POLL_S)  # so that ranks do not lose their controller
             else:
+                if self._full_since_s is not None and not is_disk_full(self._ledger.folder):
+                    self._note_space()
                 return
 
     def _is_disk_full(self) -> bool:
@@ -771,9 +776,12 @@ class Runtime:
             self._note_full()
             return True
         if self._full_since_s is not None:
-            self._full_since_s = None
-            logger.warning("the disk of %s has space again; the sweep continues", self._ledger.folder)
+            self._note_space()
         return False
+
+    def _note_space(self) -> None:
+        self._full_since_s = None
+        logger.warning("the disk of %s has space again; the sweep continues", self._ledger.folder)
 
     def _note_full(self) -> None:
         now_s = time.monotonic()

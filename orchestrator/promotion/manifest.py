@@ -20,13 +20,13 @@ from orchestrator.objective import Objective, noun_of
 from orchestrator.program.candidate_command import START, ScriptArtifact, artifact
 from orchestrator.program.user_program import Script, program_source
 from orchestrator.proof.loss_gate import trajectory
-from orchestrator.proof.progress import checks, confirmation, gate_runs
+from orchestrator.proof.progress import confirmation, gate_runs
 from orchestrator.report import descriptions
 from orchestrator.report.summary import confirmed_figures, interval_json, result, speedup
 from orchestrator.space.knobs import INSIDE
 from orchestrator.space.notation import short_name
 from orchestrator.statistics import Estimate, Interval, tokens_per_s_per_device
-from orchestrator.sweep.events import ConfirmationRun, GateReport, Verdict, sweep_id
+from orchestrator.sweep.events import GateReport, Verdict, sweep_id
 from orchestrator.sweep.ledger import SPEC, Ledger, MeasuredProgram, SweepFile
 from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.tracking.mlflow_store import MAX_DESCRIPTION_CHARS, Registered
@@ -223,18 +223,18 @@ def _confirmed(state: SweepState, number: int) -> dict[str, Any] | None:
 
 
 def _confirmation(state: SweepState, number: int) -> list[dict[str, Any]]:
-    """Runs of the trial and of the baseline in the last proof."""
-    if state.proof is None:
-        return []
+    """Runs of the trial and of the baseline in the rounds that count of the last proof."""
+    found = confirmation(state)
     return [
         {
             "trial": run.number,
-            "of": run.check.of,
-            "round": run.check.round,
+            "of": of,
+            "round": one.number,
             "tokens_per_s_per_device": run.measurement.tokens_per_s_per_device,
         }
-        for run in checks(state, state.proof)
-        if isinstance(run.check, ConfirmationRun) and run.check.of in (0, number) and run.measurement is not None
+        for one in (found.complete if found else ())
+        for of, run in one.runs.items()
+        if of in (0, number) and run.measurement is not None
     ]
 
 

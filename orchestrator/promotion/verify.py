@@ -25,6 +25,7 @@ from orchestrator.config.settings import BaselineSection
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.program.user_program import PROGRAM
 from orchestrator.promotion.manifest import is_of_script, trajectory_json
 from orchestrator.promotion.records import Records
@@ -56,7 +57,7 @@ from orchestrator.tracking.mlflow_tracker import Tracker
 from orchestrator.units import Virtual, trial_id
 from trials.files import from_json, to_json, write_atomically
 from trials.outcome import GangLost, Measurement, NotBelieved, TimedOut
-from trials.spec import Candidate, Precision, ScriptModel, Workload
+from trials.spec import Candidate, Precision, ScriptModel, Workload, with_learned_routing
 
 # Measuring a promoted configuration again: sweeps made from its manifest, and their results.
 #
@@ -680,7 +681,8 @@ def _promoted_rounds(promoted: Version, tolerance: float, ignored: Collection[Ki
         speeds, baseline = tuple(one[own] for one in pairs), tuple(one[BASELINE] for one in pairs)
     else:
         speed, searched = facts["tokens_per_s_per_device"], facts["speedup"]
-        speeds, baseline = (speed,), (speed / searched["value"],) if searched else ()
+        is_per_device = facts["objective"] == Objective().name  # the speed-up is in the unit of the objective
+        speeds, baseline = (speed,), (speed / searched["value"],) if searched and is_per_device else ()
     return PromotedRounds(own=speeds, baseline=baseline, tolerance=tolerance, hardware=hardware)
 
 
@@ -696,12 +698,12 @@ def _gate_settings(promoted: Version) -> GateSettings:
 def _training(facts: Mapping[str, Any], workload: Workload) -> Mapping[str, Any]:
     """The training curve of the promoted trial: from the gate, whose run was the longest, else from the search.
 
-    A custom program may have a schedule that depends on its number of steps: it is compared with the run in the search,
-    which had the same number of steps.
+    A custom program may have a schedule that depends on its number of steps, and the gate trains experts with learned
+    routing: they are compared with the run in the search, which a verification repeats.
     """
-    gate = facts["gate"] if not isinstance(workload.model, ScriptModel) else None
-    gate = gate or {"runs": {}}
-    found: Mapping[str, Any] = gate["runs"].get("finalist") or facts["training"]
+    is_other = isinstance(workload.model, ScriptModel) or with_learned_routing(workload) != workload
+    gate = None if is_other else facts["gate"]
+    found: Mapping[str, Any] = (gate or {"runs": {}})["runs"].get("finalist") or facts["training"]
     return found
 
 

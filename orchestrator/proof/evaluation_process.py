@@ -124,7 +124,8 @@ def main() -> int:
         text += block
     ending = run(from_json(EvaluationOrder, json.loads(text)), 0)
     if ending is not None:
-        sys.stdout.write(json.dumps(to_json(ending), ensure_ascii=False))
+        # Not in the encoding of the locale, and not escaped: the pipe, read at the end, holds 64 KiB.
+        sys.stdout.buffer.write(json.dumps(to_json(ending), ensure_ascii=False).encode())
     return 0
 
 

@@ -89,7 +89,8 @@ def first_trial(state: SweepState, num_ended: int) -> int:
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if state.trials[middle].num_ended < num_ended else (low, middle)
-    return low
+    # Retries take trials out of `end_order`, so that later ones move up.
+    return max(low, 1 + max(state.end_order[:num_ended], default=-1))
 
 
 def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:

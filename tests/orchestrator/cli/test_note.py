@@ -11,6 +11,7 @@ from orchestrator.commands import steering
 from orchestrator.controller.runtime import Waiting, WithdrawnError
 from orchestrator.controller.step import apply_requests
 from orchestrator.sweep import checkpoint
+from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home
@@ -98,6 +99,9 @@ def test_a_sweep_waiting_for_nodes_keeps_waiting(tmp_path):
     waiting = Waiting(ledger, virtual_sweeps.Quiet())
     with ledger.hold():
         assert noted(tmp_path, TEXT)["controlled"]
+    waiting("all nodes are busy")
+    for body in (checkpoint.checks(confirm=[1]), checkpoint.budget(Budget(max_trials=9)), checkpoint.retry(["oom"])):
+        ledger.add_request(body, by="me", at_s=0.0)
     waiting("all nodes are busy")
     ledger.add_request(checkpoint.action("pause"), by="me", at_s=0.0)
     with pytest.raises(WithdrawnError):

@@ -17,7 +17,7 @@ from orchestrator.planning.dry_runs import known_topology
 from orchestrator.planning.planner import make_plan
 from orchestrator.planning.predictions import PriorKnowledge
 from orchestrator.search.search import as_of, first_trial, round_start
-from orchestrator.sweep.events import TrialProposed
+from orchestrator.sweep.events import TrialProposed, TrialsRetried
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home
@@ -119,3 +119,16 @@ def test_the_state_at_the_start_of_a_round_is_found_in_the_state_now():
     assert then.trials == fold(before).trials
     assert (then.end_order, then.best_trial) == (fold(before).end_order, 0)
     assert as_of(state, 2, 3).best_trial == 2
+
+
+def test_the_start_of_a_round_is_found_after_a_trial_was_retried():
+    events = [created()]
+    for number in range(25):
+        outcome = failures()["crashed"] if number == 5 else measured(0.1 + number / 100)
+        events += [proposed(number), launched(number), ended(number, outcome)]
+    events += [TrialsRetried(at_s=1.0, request=1, trials=(5,), by="me"), launched(5, 1), ended(5, measured(0.05), 1)]
+    state = fold(events)
+    num_known = round_start(len(state.end_order), 1)
+    assert num_known < len(state.end_order)
+    then = as_of(state, num_known, first_trial(state, num_known))
+    assert {trial.number for trial in then.trials if trial.outcome} == set(then.end_order) == set(range(25)) - {5}

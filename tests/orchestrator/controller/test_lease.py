@@ -147,3 +147,8 @@ def test_a_trial_waits_for_nodes_while_more_may_come_but_not_forever():
     world.queue.grant = Grant(0, "preempted")
     world.renew()
     world.placer.wait(big, 1e6)
+    world.queue.grant = Grant(2, "others hold two")
+    world.renew()
+    world.placer.wait(big, 1e6 + 59.0)
+    with pytest.raises(ClusterError, match="needs 8 devices"):
+        world.placer.wait(big, 1e6 + 61.0)

@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion import verify as drift
 from orchestrator.promotion.manifest import trajectory_json
-from orchestrator.promotion.references import store
+from orchestrator.promotion.references import Version, store
 from orchestrator.promotion.release import Releases
 from orchestrator.promotion.verify import DriftFinding, Verification, baseline_section, space_section, verify
 from orchestrator.proof.confirmation import Rounds, change
@@ -24,6 +24,7 @@ from orchestrator.sweep.events import GateSettings
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.snapshot import Home
 from orchestrator.terminal.result_screen import render_verification
+from orchestrator.tracking.mlflow_store import Registered
 from orchestrator.tracking.mlflow_tracker import Tracker
 from tests.orchestrator.promotion.proven import manifest, proven_home
 from tests.orchestrator.space.candidate_strategies import random_candidate
@@ -32,7 +33,7 @@ from tests.support.story import WORKLOAD, measured
 from tests.support.virtual_sweeps import SWEEP, Quiet, home, submit
 from trials.legality import violations
 from trials.outcome import Measurement
-from trials.spec import Candidate, LlamaModel
+from trials.spec import Candidate, Experts, LlamaModel
 
 THEN = Rounds(own=(2.97, 3.0, 3.03), baseline=(1.0, 1.0, 1.0))
 OK, DRIFT, OPEN = (False, False), (True, False), (False, True)
@@ -137,6 +138,30 @@ def trained(losses: tuple[float, ...]) -> dict[str, object]:
 def test_losses_are_compared_step_by_step(now: tuple[float, ...], is_drift: bool, part: str):
     found = drift.loss_drift(trained((5.5, 5.4, 5.3)), trained(now), GateSettings(), WORKLOAD)
     assert (found.is_drift, part in found.text) == (is_drift, True), found.text
+
+
+def test_only_a_speed_up_per_device_is_compared_with_a_ratio_of_speeds_per_device():
+    facts = {
+        "fingerprint": {},
+        "confirmation": [],
+        "trial": 1,
+        "tokens_per_s_per_device": 8.0,
+        "speedup": {"value": 1.6},
+    }
+    registered = Registered(name="m", version="1", run_id="r", source="runs:/r/f")
+    for objective, baseline in {"tokens_per_s_per_device": (5.0,), "step_time": (), "device_cost": ()}.items():
+        found = {"evidence": {**facts, "objective": objective}}
+        version = Version(registered=registered, manifest=found, candidate=Candidate(), spec=None)
+        assert drift._promoted_rounds(version, 0.05, ()).baseline == baseline
+
+
+def test_the_gate_of_experts_with_balanced_routing_trained_something_else():
+    facts = {"gate": {"runs": {"finalist": "of the gate"}}, "training": "of the search"}
+    for routing, found in {"balanced": "of the search", "learned": "of the gate"}.items():
+        experts = Experts(num_experts=4, top_k=2, ffn_hidden_size=8, routing=routing)
+        workload = replace(WORKLOAD, model=replace(WORKLOAD.model, experts=experts))
+        assert drift._training(facts, workload) == found
+    assert drift._training({**facts, "gate": None}, workload) == "of the search"
 
 
 def test_any_candidate_can_be_a_baseline_or_a_space_again():
