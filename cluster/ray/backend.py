@@ -521,13 +521,14 @@ class RayCluster:
         for name in nodes:
             if name not in self._described:
                 reason = self._lost.get(name, f"node {name} is no longer leased")
-                self._give_up(name, reason, attempt_id=launch.attempt_id)
+                self._abandon(launch, name, reason)
                 return
         slots = [self._lease.slots[name] for name in nodes]
         try:
             rendezvous = {} if len(nodes) == 1 else self._rendezvous(nodes[0])
         except RayError as error:
             self._fail(slots[0], error)
+            self._abandon(launch, nodes[0], f"the gang was not started: {first_line(error)}")
             return
         for slot in slots:
             env = single_node_env(str(directory)) if len(nodes) == 1 else rendezvous
@@ -718,6 +719,11 @@ class RayCluster:
         self._pending += self._tracker.node_lost(
             name, reason, now_s=time.monotonic(), attempts=attempts, category=category
         )
+
+    def _abandon(self, launch: GangLaunch, culprit: str, reason: str) -> None:
+        """End an attempt that no node was asked to start, so that none will report its end."""
+        for name in dict.fromkeys((culprit, *launch.placement.nodes)):
+            self._give_up(name, reason, attempt_id=launch.attempt_id)
 
     def _send(self, node: str, attempt_id: str, order: GangOrder) -> None:
         self._agents.order(node, attempt_id, order)

@@ -805,7 +805,7 @@ _NO_PROFILE = ProfileSection()
 _NO_PROFILE._is_on = False
 ProfileValue = Annotated[
     ProfileSection,
-    ShortForms({}, others=("auto", "off"), remedy="Use a value such as {trials: [baseline, best]}."),
+    ShortForms({}, others=("auto", "off"), remedy="Use a value such as {trials: [baseline, winner]}."),
     Word("off", _NO_PROFILE),
     Word("auto", AUTO_PROFILE),
     PlainSerializer(_profile_json),

@@ -590,10 +590,12 @@ def _launch_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
     if facts.ahead_s is not None and facts.ahead_s > MAX_AHEAD * step_s:
         return None  # the device still has work when the host has launched everything
     parts: tuple[PartName, ...] = ("forward", "backward", "recompute", "optimizer")
-    busy_s, cpu_s = sum(case.parts.seconds(name) for name in parts), facts.cpu_s or step_s
-    launching_s = busy_s * min(1.0, operators * launch_s / cpu_s)
+    busy_s = sum(case.parts.seconds(name) for name in parts)
+    # On a device, backward runs in another thread, whose time is not in cpu_s; the host is busy for the whole step.
+    host_s = facts.cpu_s or step_s if facts.ahead_s is None else step_s
+    launching_s = busy_s * min(1.0, operators * launch_s / host_s)
     lines = [
-        f"{operators:,} operators per step take {_micro(cpu_s / operators)} of host time each; "
+        f"{operators:,} operators per step take {_micro(host_s / operators)} of host time each; "
         f"an operator on one element takes {_micro(launch_s)} here"
     ]
     if facts.ahead_s is not None:

@@ -664,7 +664,8 @@ KNOBS: tuple[Knob, ...] = (
         Literal["auto", "dtensor", "local"],
         "The tensor-parallel engine: `dtensor` is PyTorch's DTensor, and `local` uses plain tensors with "
         "explicit collectives. `auto` uses `local` if `dtensor` does not support the configuration "
-        "(`num_copies: 2`, DDP or ZeRO-1, recompute of communication); otherwise, it uses `dtensor`.",
+        "(`num_copies: 2`, DDP or ZeRO-1, recompute of communication, experts, latent attention); otherwise, and for "
+        "imported modules, it uses `dtensor`.",
         _suffix(
             "l", "by the local engine instead of DTensor", lambda c: c.layout.tp > 1 and c.layout.tp_engine == "local"
         ),

@@ -45,6 +45,9 @@ from trials.reports import CollectiveCount, CompileEvent, MemoryPeak, PeakTensor
 
 WINDOW, STEPS_TRACE, MODULES_TRACE, SNAPSHOT = "window.json", "steps.json", "modules.json", "memory.pickle"
 """Files from the hook, prefixed with ``rankN.``; the window is written last, when the others are complete."""
+BACKENDS = ("gloo:", "nccl:")
+"""Prefixes of the ranges of a backend's collectives, which contain the types of tensors. NCCL's are known only from its
+source."""
 MODULE = "tc.module:"
 """Prefix of the name of a range for a module's forward pass."""
 FORWARD = "tc.forward"
@@ -289,10 +292,10 @@ class ModuleStep:
         return None
 
     def _element_sizes(self) -> dict[int, deque[int]]:
-        """Map numbers of elements sent to bytes per element, from the ranges of gloo's collectives, in order."""
+        """Map numbers of elements sent to bytes per element, from the ranges of the backend's collectives, in order."""
         found: dict[int, deque[int]] = defaultdict(deque)
         for event in self.events:
-            if str(event.get("name", "")).startswith("gloo:"):
+            if str(event.get("name", "")).startswith(BACKENDS):
                 args = event.get("args", {})
                 for dims, kind in zip(args.get("Input Dims", ()), args.get("Input type", ()), strict=False):
                     found[_numel(dims)].append(_size_of(kind))

@@ -234,10 +234,13 @@ def test_lost_nodes(nodes, lease, tmp_path):
     poll_until(lease, lambda: len(names(lease)) == 3, "the new node")
     assert before & set(names(lease)) == before - {lost}
     assert isinstance(run(lease, "ok", world_size=6).outcome, Measured)
-    again = launch(lease, "hangs_at_start", devices=lease.topology.nodes[0].devices)
-    lease.release(lease.topology.nodes[0].name)
+    released = lease.topology.nodes[0]
+    again = launch(lease, "hangs_at_start", devices=released.devices)
+    lease.release(released.name)
     assert isinstance(end_of(lease, again).outcome, GangLost)
     assert len(names(lease)) == 2, "there is no other"
+    late = run(lease, "ok", devices=(*lease.topology.nodes[0].devices, *released.devices))
+    assert (type(late.outcome), late.outcome.evidence.node) == (GangLost, released.name)
 
 
 def test_a_drained_node_is_distinguished_from_a_failed_one(lease):

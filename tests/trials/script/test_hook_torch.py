@@ -272,6 +272,27 @@ def test_a_failure_in_the_first_steps_leaves_nothing_behind(monkeypatch):
     assert torch.compile is compile_
 
 
+def test_compilations_are_still_seen_after_many(monkeypatch):
+    sys.path.append(str(HOOK_FOLDER))
+    from torch._dynamo import config, utils
+    from tune_cluster_hook import compiler
+
+    monkeypatch.setattr(utils, "_compilation_metrics", utils._compilation_metrics)
+    compiler.keep_log(utils)
+    log = compiler.Compiler()
+    log.take()
+    before = log.read().get("recompilations", 0)
+    torch._dynamo.reset()
+    with config.patch(recompile_limit=100):
+        plus = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        for size in range(70):
+            plus(torch.ones(size + 2))
+        assert log.take()["compiling_s"] > 0
+        plus(torch.ones(100))
+    assert log.take()["compiling_s"] > 0
+    assert log.read()["recompilations"] - before == 70
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("held", "fits"), [(3 << 30, False), (1, True)])

@@ -10,6 +10,7 @@ from typing import Any, Callable
 from .steps import STEPS, guarded, is_compiling
 
 MAX_REASON = 200
+MAX_ENTRIES = 4096
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -66,6 +67,13 @@ def _break(reason: str) -> str:
     places = _PLACE.findall(reason)
     where = f" ({places[-1][0].rpartition('/')[2]}:{places[-1][1]})" if places else ""
     return _first_line(reason) + where
+
+
+def keep_log(module: Any) -> None:
+    """Hook for ``torch._dynamo.utils``: keep every entry of the log, which would drop the oldest of more than 64."""
+    limit = getattr(module, "set_compilation_metrics_limit", None)
+    if limit is not None:
+        limit(MAX_ENTRIES)
 
 
 def before_compile(callback: Callable[[], None]) -> Callable[[], None]:

@@ -71,9 +71,9 @@ def _after_step(optimizer: Any) -> None:
 
 
 def _boundary(optimizer: Any, **values: Any) -> None:
-    STEPS.boundary(TORCH, **values)
-    if FACTS.wants_root:
+    if FACTS.wants_root:  # first, as a profile may begin at this boundary
         FACTS.watch(FACTS.root_of(optimizer))
+    STEPS.boundary(TORCH, **values)
     FACTS.step_ended(TORCH)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Callable, Sequence
 
 from . import (
     collective_calls,
+    compiler,
     framework_hooks,
     loader_knobs,
     model_knobs,
@@ -39,6 +40,7 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
     "torch.utils.data.dataloader": (framework_hooks.data_loader,),
     "torch.utils.checkpoint": (step_parts.checkpoints,),
     "torch.distributed.distributed_c10d": (collective_calls.functions,),
+    "torch._dynamo.utils": (compiler.keep_log,),
     "transformers.trainer": (framework_hooks.trainer,),
     "deepspeed.runtime.engine": (framework_hooks.engine,),
 }

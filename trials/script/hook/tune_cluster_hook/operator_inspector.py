@@ -246,7 +246,8 @@ def launch_s() -> float:
     backend = accelerator()
     device = "cpu" if backend is None else backend.__name__.rpartition(".")[2]
     num_operators, began = 0, time.thread_time()
-    with torch.enable_grad():
+    # Otherwise a device's backward pass runs in another thread.
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         one = torch.ones(1, device=device, requires_grad=True)
         while time.thread_time() - began < LAUNCHING_S:
             product = one
