@@ -21,7 +21,7 @@ from orchestrator.report.curves import Finalist
 from orchestrator.report.descriptions import CommandPurpose, findings_lines
 from orchestrator.report.page import page as offline
 from orchestrator.report.report import clock_parts, make_short_report, next_commands
-from orchestrator.report.summary import headline, speedup
+from orchestrator.report.summary import Summary, cost, headline, speedup
 from orchestrator.report.tables import change_table, make_trial_table, progress_cell
 from orchestrator.report.view import Cell, Column, ShownRow, cell_of, table_of
 from orchestrator.space.notation import flat_params, short_name
@@ -153,22 +153,22 @@ class SweepView:
         before = self._seen if file == self._file else None  # a new sweep may have replaced another of the same name
         sweep = self._home.read(self._name, before)
         self._seen, self._file = sweep, file
+        summary = summary_of(sweep, self._home)
         parts: dict[str, Any] = {
             "head": heading(sweep),
-            "html/spending": fragment("spending", _facts(sweep)) if sweep.state.created else None,
+            "html/spending": fragment("spending", _facts(sweep), cost(summary)) if summary else None,
             "html/running": fragment("running", replace(running_table(sweep), title="Running now"), self._to),
             "html/links": fragment("links", self._links(sweep)),
             **self._curves(sweep),
         }
         if before is None or sweep.news or sweep.phase != before.phase:
-            parts |= self._result(sweep) | self._tables(sweep)
+            parts |= self._result(sweep, summary) | self._tables(sweep)
         elif sweep.live != before.live:
             parts |= self._progress(sweep)
         return parts
 
-    def _result(self, sweep: Snapshot) -> dict[str, Any]:
+    def _result(self, sweep: Snapshot, summary: Summary | None) -> dict[str, Any]:
         """The result so far, the proof, and suggested next commands."""
-        summary = summary_of(sweep, self._home)
         if summary is None:
             return dict.fromkeys(("html/verdict", "html/confirmation", "html/commands", "intervals"))
         report = make_short_report(sweep.state, summary)

@@ -314,13 +314,14 @@ def history(state: SweepState) -> History:
     stopped = tuple(trial.number for trial in ended if isinstance(trial.outcome, StoppedEarly))
     failed = tuple(trial.number for trial in ended if not trial.measurement and trial.number not in set(stopped))
     baseline = state.baseline.measurement if state.baseline else None
+    best = max(measured, key=lambda point: (point.speed, -point.trial), default=None)
     return History(
         measured=measured,
         stopped=stopped,
         failed=failed,
         baseline=state.objective.score(baseline) if baseline else None,
-        best=max(measured, key=lambda point: (point.speed, -point.trial), default=None),
-        compared=speedup(state.best, state.baseline, state.objective),
+        best=best,
+        compared=speedup(state.trials[best.trial], state.baseline, state.objective) if best else None,
     )
 
 

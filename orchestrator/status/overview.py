@@ -75,8 +75,8 @@ def summary_of(sweep: Snapshot, home: Home) -> Summary | None:
     """The result so far; None before the sweep was created."""
     if sweep.state.created is None:
         return None
-    found = summarize(sweep.state, sweep.tracking_uri or home.default_tracking_uri)
-    return replace(found, state=sweep.phase)
+    found = summarize(sweep.at_present, sweep.tracking_uri or home.default_tracking_uri)
+    return replace(found, state=sweep.phase, device_hours=sweep.device_seconds / 3600)
 
 
 def overview(sweep: Snapshot, home: Home) -> dict[str, Any]:

@@ -58,6 +58,10 @@ AT_REST: tuple[Phase, ...] = ("paused", *ENDED)
 """Phases in which no controller is needed."""
 
 
+AT_WORK: tuple[Phase, ...] = ("running", "pausing", "draining", "cancelling")
+"""Phases in which trials may be running."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The nodes the sweep holds, and the reason why they are fewer than requested."""
@@ -151,7 +155,8 @@ class Snapshot:
     def at_present(self) -> SweepState:
         """State with its clock set to now, while a controller is running."""
         now_s = max(self.state.now_s, self.at_s) if self.is_held else self.state.now_s
-        active_s = self.state.active_s + (now_s - self.state.now_s if self.phase == "running" else 0.0)
+        is_active = self.phase in AT_WORK and self.state.nodes != ()  # as in the fold
+        active_s = self.state.active_s + (now_s - self.state.now_s if is_active else 0.0)
         return replace(self.state, now_s=now_s, active_s=active_s)
 
     @property

@@ -304,14 +304,21 @@ failed for a fault; killed if its gang was lost or cancelled."""
 
 
 def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
-    """Extend the curve of the best speed over trial numbers; rewrite the note when the result changes."""
+    """Extend the curve of the best speed over trials; rewrite the note when the result changes."""
     if state.best is None or state.best.measurement is None:
         return
     run_id = _ensure_sweep(runs, state)
     changed = trial.check is not None or trial.number in (0, state.best.number)
     tags = {_NOTE: _note(runs, state, run_id)} if changed else {}
     best = {} if trial.check else run_records.best_metrics(state)
-    runs.log(run_id, event.at_s, metrics=best, step=trial.number, tags=tags)
+    runs.log(run_id, event.at_s, metrics=best, step=_last_ended(state), tags=tags)
+
+
+def _last_ended(state: SweepState) -> int:
+    """The highest number of the search's trials that have ended: MLflow shows the value of the highest step, and trials
+    may end out of order."""
+    searched = (trial for trial in reversed(state.trials) if trial.check is None)
+    return next(trial.number for trial in searched if any(attempt.outcome for attempt in trial.attempts))
 
 
 class Runs(Protocol):

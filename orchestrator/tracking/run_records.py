@@ -522,7 +522,7 @@ def ranks(state: SweepState) -> dict[int, int]:
 
 
 def best_metrics(state: SweepState) -> dict[str, float]:
-    """The best score so far, as a curve over trial numbers; empty before there is one."""
+    """The best score so far, as a curve over trials; empty before there is one."""
     if state.best is None or state.best.measurement is None:
         return {}
     return _finite({f"best_{SCORES[state.objective.name]}": state.objective.score(state.best.measurement)})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from rich.console import Console
 
 from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
-from orchestrator.status.overview import changes, follow, show
+from orchestrator.live.live_pages import SweepView
+from orchestrator.process_support import PLAIN
+from orchestrator.status.overview import budgets, changes, follow, show, summary_of
 from orchestrator.sweep.events import ActionRequested, FinishCause, SweepFinished, SweepPaused
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import Home, read_snapshot
@@ -23,6 +26,23 @@ from orchestrator.terminal.sweep_screen import LiveView
 from tests.support import long_story, virtual_sweeps
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
 from tests.support.story import ended, measured
+
+
+def test_all_figures_of_a_running_sweep_are_of_now(tmp_path):
+    """Its last event was 50 min ago."""
+    story = [replace(event, at_s=event.at_s - 3000.0) for event in running("busy")]
+    home = Home(tmp_path)
+    with keep(tmp_path, "busy", story, lease=LEASE, controller=controller()) as ledger, ledger.hold():
+        sweep = home.read("busy")
+        summary, used = summary_of(sweep, home), {spent.name: spent.used for spent in budgets(sweep)}
+        result = json.loads(run("report", "busy", "--home", tmp_path, "--json").stdout)
+        parts = SweepView(home, "busy", PLAIN, lambda _sweep: {}).parts()
+    assert summary is not None and summary.device_hours == used["device_hours"] > 3.0
+    assert summary.duration_s == pytest.approx(used["wall_time_s"], abs=15.0) and summary.duration_s > 3000.0
+    assert result["duration_s"] > 3000.0 and result["device_hours"] > 3.0
+    assert f"{used['device_hours']:.2f} of 3.00" in parts["html/spending"]
+    assert f"{used['device_hours']:.2f} device-hours; in 55 min" in parts["html/spending"]
+    assert "device-seconds" not in parts["html/verdict"]
 
 
 def rows(folder):

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +20,9 @@ from orchestrator.report.curves import (
 )
 from orchestrator.report.plots import charts, style
 from orchestrator.report.plots.style import fitting
+from orchestrator.report.summary import speedup
 from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.sweep.events import Disqualified, VerdictReached
 from orchestrator.sweep.fold import fold
 from tests.support.long_story import all_kinds, state
 from tests.support.proof_story import proof_events
@@ -124,6 +127,17 @@ def test_every_point_has_a_title():
     assert len(re.findall(r"<path [^>]*><title>", drawn)) == len(lines.lines)
     bars = style.to_svg(lambda: charts.plot_breakdown(steps()), "breakdown")
     assert len(re.findall(r"<title>compute: 200 s, \d+% of the step</title>", bars)) == 2
+
+
+def test_the_title_of_the_history_compares_the_trial_it_names():
+    """A disqualified trial has the highest speed, but is not the best of the search."""
+    verdict = next(event.verdict for event in proof_events("keep") if isinstance(event, VerdictReached))
+    verdict = replace(verdict, disqualified=(Disqualified(trial=1, by="gate", reason="t001 trains differently"),))
+    story = [replace(e, verdict=verdict) if isinstance(e, VerdictReached) else e for e in proof_events("keep")]
+    state = fold(story)
+    found = history(state)
+    assert found.best is not None and found.best.trial == 1 and state.best.number != 1
+    assert found.compared == speedup(state.trials[1], state.baseline, state.objective)
 
 
 def test_a_gain_is_attributed_to_a_part_only_if_both_steps_are_split_alike():

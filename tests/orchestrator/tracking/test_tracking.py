@@ -220,6 +220,21 @@ def test_rows_of_the_database_equal_those_of_mlflows_client(ledger: Ledger, tmp_
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("writer", [SqliteWriter, ClientWriter])
+def test_the_best_speed_is_the_latest_however_trials_end(ledger: Ledger, uri: str, tmp_path: Path, writer: type):
+    """t002 ends before t001, which is faster."""
+    if writer is ClientWriter:
+        with closing(sqlite3.connect(tmp_path / "mlflow.db")) as db:
+            db.execute("ALTER TABLE runs ADD COLUMN later INTEGER")
+    story = [created(max_concurrent=2), proposed(0), launched(0), ended(0, measured(0.1))]
+    story += [event for trial in (1, 2) for event in (proposed(trial), launched(trial))]
+    story += [ended(2, measured(0.09), at_s=5.0), ended(1, measured(0.05), at_s=6.0)]
+    recording, state = synced(ledger, uri, story)
+    assert state.best is not None and state.best.number == 1
+    (sweep,) = recording.sweeps
+    assert sweep.data.metrics["best_tokens_per_s_per_device"] == state.score(state.best)
+
+
 def test_a_deleted_run_or_store_is_not_written_to(ledger: Ledger, uri: str, tmp_path: Path):
     tracker = Tracker(uri)
     state = fill(ledger, [created(), proposed(0), launched(0)])
