@@ -382,7 +382,7 @@ VARIANTS: dict[str, Variant] = {
     "paused": Variant(lambda: running(SweepPaused(at_s=9e9, reason="paused by anna")), **WAITS),  # type: ignore[arg-type]
     "cancelled": Variant(lambda: running(CANCELLED), **WAITS),  # type: ignore[arg-type]
     "draining": Variant(
-        lambda: running(ActionRequested(at_s=1.0, request=1, action="drain", by="anna@desk")),
+        lambda: running(ActionRequested(at_s=time.time(), request=1, action="drain", by="anna@desk")),
         **WAITS,  # type: ignore[arg-type]
         is_held=True,
     ),
