@@ -27,7 +27,7 @@ from orchestrator.process_support import environment, pause_s
 from orchestrator.report.result_schema import SCHEMA_VERSION
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.checkpoint import FAULTS, Outbox
-from orchestrator.sweep.events import AttemptEnded, LedgerEvent, SweepFinished, SweepPaused
+from orchestrator.sweep.events import AttemptEnded, LedgerEvent, SweepFinished, SweepPaused, sweep_id
 from orchestrator.sweep.fold import blamed_node
 from orchestrator.sweep.ledger import Ledger, LedgerEntry, LedgerError
 from orchestrator.sweep.state import SweepState, describe_failure
@@ -121,7 +121,7 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
     content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "event": event,
-        "id": f"{state.sweep.spec_hash[:16]}-{seq}",
+        "id": f"{sweep_id(state.sweep)}-{seq}",
         "at_s": state.now_s,
         **{name: body[name] for name in names},
         "hardware": state.sweep.hardware,

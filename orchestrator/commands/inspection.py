@@ -98,12 +98,15 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
 
 
 def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
-    """Print new lines until the attempt has ended. Waits for ranks without output yet if they may run on this host."""
+    """Print new lines until the attempt has ended, or another sweep of this name has replaced its sweep. Waits for ranks
+    without output yet if they may run on this host."""
     several, seen = len(found.ranks) > 1, sweep
 
     def is_over() -> bool:
         nonlocal seen
         seen = home.read(sweep.name, seen)
+        if seen.birth != sweep.birth:
+            return True
         attempt = seen.state.trials[found.trial].attempts[found.attempt]
         return attempt.outcome is not None or not seen.is_held
 

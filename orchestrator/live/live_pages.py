@@ -28,7 +28,7 @@ from orchestrator.space.notation import flat_params, short_name
 from orchestrator.status.explanation import AttemptExplanation, Explanation, RankLog, attempt_logs, explain
 from orchestrator.status.overview import Fact, age_text, eta_s, facts, running_table, summary_of
 from orchestrator.sweep.checkpoint import FAULTS, RETRIABLE
-from orchestrator.sweep.ledger import FILE_NAME, LedgerError
+from orchestrator.sweep.ledger import LedgerError
 from orchestrator.sweep.snapshot import AT_REST, Home, Phase, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, find_trial, nodes_of
 from orchestrator.text import Follower, plain
@@ -141,7 +141,6 @@ class SweepView:
         self._invocation, self._links = invocation, links
         self._to = f"/sweeps/{name}/trials/"
         self._seen: Snapshot | None = None
-        self._file: int | None = None
         self._columns: Mapping[str, tuple[Column, ...]] = {}
         self._rows: dict[str, ShownRow] = {}
         self._parts: dict[str, Any] = {}
@@ -149,10 +148,10 @@ class SweepView:
 
     def parts(self) -> Mapping[str, Any]:
         """All changing parts; result and rows only if something has changed since the last look."""
-        file = (self._home.sweep_folder(self._name) / FILE_NAME).stat().st_ino
-        before = self._seen if file == self._file else None  # a new sweep may have replaced another of the same name
-        sweep = self._home.read(self._name, before)
-        self._seen, self._file = sweep, file
+        before, sweep = self._seen, self._home.read(self._name, self._seen)
+        if before is not None and before.birth != sweep.birth:
+            before = None  # it has replaced another of the same name, or has only just begun
+        self._seen = sweep
         summary = summary_of(sweep, self._home)
         parts: dict[str, Any] = {
             "head": heading(sweep),
@@ -359,7 +358,7 @@ class IndexView:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._seen: dict[str, tuple[int, Snapshot]] = {}
+        self._seen: dict[str, Snapshot] = {}
         self._published: set[str] = set()
 
     def parts(self) -> Mapping[str, Any]:
@@ -373,13 +372,11 @@ class IndexView:
     def _row(self, name: str) -> ShownRow | None:
         """A sweep in short; None if nothing is known yet."""
         try:
-            file = (self._home.sweep_folder(name) / FILE_NAME).stat().st_ino
-            known = self._seen.get(name)
-            sweep = self._home.read(name, known[1] if known and known[0] == file else None)
+            sweep = self._home.read(name, self._seen.get(name))
         except (ConfigError, LedgerError, OSError) as error:
             state = Cell("unreadable", 2e12, "bad", below=plain(str(error)))
             return ShownRow(cells={"sweep": Cell(name), "state": state})
-        self._seen[name] = (file, sweep)
+        self._seen[name] = sweep
         return _index_row(sweep, self._home) if sweep.state.created or sweep.controller else None
 
 

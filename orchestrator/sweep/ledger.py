@@ -380,6 +380,12 @@ class Ledger:
         """Whether the first event was written; a controller may have been killed before."""
         return self.last_seq() > 0
 
+    def birth(self) -> int | None:
+        """Checksum of the first event, which distinguishes sweeps of one name; None before there is one."""
+        with self._errors("read"):
+            row = self._db.execute("SELECT checksum FROM events WHERE seq = 1").fetchone()
+        return int(row[0]) if row else None
+
     def last_seq(self) -> int:
         """Number of the last event; 0 if there is none."""
         with self._errors("read"):

@@ -87,6 +87,8 @@ class Snapshot:
     """Empty while waiting for the first lease."""
     last_seq: int = 0
     """Number of the last event in ``state``."""
+    birth: int | None = None
+    """Identifies the ledger, see :meth:`orchestrator.sweep.ledger.Ledger.birth`."""
     news: tuple[LedgerEvent, ...] = ()
     """Events decoded for it: those since the previous snapshot."""
     controller: Controller | None = None
@@ -173,11 +175,14 @@ class Snapshot:
 
 
 def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
-    """Read the current state in ``ledger``; with ``since``, an earlier snapshot of it, only later events are read.
+    """Read the current state in ``ledger``; with ``since``, an earlier snapshot of it, only later events are read. A
+    snapshot of another sweep, which this one has replaced, is ignored.
 
     Raises:
         LedgerError: it cannot be read.
     """
+    if since is not None and since.last_seq and since.birth != ledger.birth():
+        since = None
     is_held = ledger.is_held()  # before the events: a controller that exits now has written its last one
     with process_support.without_collection():
         seq, state = (since.last_seq, since.state) if since else checkpoint.read(ledger)
@@ -194,6 +199,7 @@ def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
         is_held=is_held,
         state=state,
         news=news,
+        birth=ledger.birth(),  # after the events: a state with events always has one
         last_seq=entries[-1].seq if entries else seq,
         controller=Controller.read(ledger),
         lease=_lease(HeldNodes.read(ledger) or HeldNodes(), cluster, state, is_held=is_held),

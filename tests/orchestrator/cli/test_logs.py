@@ -1,6 +1,7 @@
 """Logs of ranks and controllers: their ends, what is added, and their place on other nodes."""
 
 import json
+import shutil
 import threading
 from dataclasses import replace
 
@@ -139,6 +140,24 @@ def test_logs_of_attempts_and_ranks_that_do_not_exist(tmp_path):
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
         assert words in result.stderr
     assert run("logs", "story", "0", "--attempt", "0", "--home", tmp_path).exit_code == 0
+
+
+def test_following_a_trial_ends_if_its_sweep_is_replaced(tmp_path, monkeypatch):
+    """The sweep that replaces it has no such trial, but more events."""
+    ledger = two_attempts(tmp_path)
+    ledger.append(replace(launched(0, attempt=2), ranks=(Device(node="here", index=0),)))
+    write(ledger.folder, 0, 2, rank0="step 1\n")
+
+    def follow_over_a_replacement(_logs, is_over):
+        shutil.rmtree(ledger.folder)
+        story = long_story.events([], finished=False)
+        with keep(tmp_path, "story", [replace(story[0], at_s=1.0), *story[1:]]) as other, other.hold():
+            assert is_over()
+        return ()
+
+    monkeypatch.setattr("orchestrator.commands.inspection.follow", follow_over_a_replacement)
+    shown = run("logs", "story", "0", "--follow", "--home", tmp_path)
+    assert (shown.exit_code, shown.stdout) == (0, "step 1\n"), shown.output
 
 
 def test_following_a_trial_ends_with_it(tmp_path):

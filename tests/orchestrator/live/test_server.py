@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -202,10 +203,9 @@ def test_a_replaced_sweep_is_read_again(server, home, tmp_path):
         other.append(event)
     other.close()
     folder = home.sweep_folder("busy")
-    for path in folder.glob("ledger.sqlite*"):
+    for path in folder.glob("ledger.sqlite-*"):
         path.unlink()
-    for path in (tmp_path / "other").glob("ledger.sqlite*"):
-        path.rename(folder / path.name)
+    shutil.copyfile(tmp_path / "other" / "ledger.sqlite", folder / "ledger.sqlite")  # keeps the inode
     received = {}
     while "trial/7" not in received:
         received |= next(stream)[1]

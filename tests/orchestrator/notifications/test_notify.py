@@ -315,6 +315,11 @@ def test_nothing_is_started_for_successful_trials(webhook: Receiver, ledger: Led
     assert not any(feed.is_busy for feed in notifier._feeds)
 
 
+def test_two_runs_of_one_file_have_different_ids() -> None:
+    ids = [notify.payload("paused", 3, fold([created(at_s=at_s)]))["id"] for at_s in (1.0, 2.0, 2.0)]
+    assert ids[0] != ids[1] == ids[2]
+
+
 def test_payload_holds_no_secret_of_a_failing_trial(
     webhook: Receiver, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

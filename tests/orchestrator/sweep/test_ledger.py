@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -63,6 +64,24 @@ def test_readers_see_what_is_stored_by_any_writer(tmp_path):
             for reader in (ledger, other):
                 for after in range(8):
                     assert list(reader.following(after)) == list(reader.entries(after))
+
+
+def test_a_sweep_that_replaced_another_is_not_folded_onto_it(tmp_path):
+    """Even in the same inode, and with as many events."""
+    home = Home(tmp_path)
+    with Ledger(home.sweep_folder("story")) as ledger:
+        assert home.read("story").birth is None
+        for event in (created(), proposed(0), launched(0)):
+            ledger.append(event)
+    old = home.read("story", home.read("story"))
+    shutil.rmtree(home.sweep_folder("story"))
+    with Ledger(home.sweep_folder("story")) as ledger:
+        for event in (created(at_s=1.0), proposed(0), launched(0), ended(0, measured())):
+            ledger.append(event)
+        new = home.read("story", old)
+        assert new.state == fold(ledger.events()) and new.birth not in (None, old.birth)
+        ledger.append(proposed(1))
+        assert home.read("story", new).news == (proposed(1),)
 
 
 def test_cursors_and_documents(tmp_path):
