@@ -98,8 +98,10 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
 
 
 def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
-    """Print new lines until the attempt has ended, or its sweep was replaced. Waits for ranks without output yet if they
-    may run on this host."""
+    """Print new lines until the attempt has ended, or its sweep was replaced.
+
+    Waits for ranks without output yet if they may run on this host.
+    """
     several, seen = len(found.ranks) > 1, sweep
 
     def is_over() -> bool:
