@@ -47,7 +47,7 @@ def rounded(value: float, digits: int = 4) -> float:
 
 
 def rate(value: float) -> str:
-    """A speed with at least three significant digits: ``15,234``, ``98.7``."""
+    """A speed, or another amount, with at least three significant digits: ``15,234``, ``98.7``."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
@@ -145,8 +145,11 @@ def ceil(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``0.04%`` for a share of 0.0004."""
-    return f"{100 * share:.2g}%"
+    """``0.04%`` for a share of 0.0004, ``150%`` for one of 1.5."""
+    value = 100 * share
+    if abs(value) >= 99.5:  # fewer digits than it has need an exponent
+        return f"{value:,.0f}%"
+    return "under 0.0001%" if 0 < abs(value) < 0.0001 else f"{value:.2g}%"
 
 
 def num_bytes(value: float) -> str:
@@ -159,8 +162,12 @@ def num_bytes(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time: ``72.3 ms``, ``1.2 s``."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    """A short time: ``72.3 ms``, ``1.2 s``; a long one in whole seconds."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 0.9995:  # 1 s if rounded
+        return f"{seconds:.3g} s"
+    return "under 0.0001 ms" if 0 < seconds < 1e-7 else f"{1000 * seconds:.3g} ms"
 
 
 def duration(seconds: float) -> str:

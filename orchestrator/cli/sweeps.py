@@ -81,8 +81,8 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
     code 1 if the sweep failed or lost its controller.
 
     With `--json`, prints one JSON object per line: first the current state, then each change. The `change` field gives
-    the type of the record: `sweep` (with the fields `state`, `trials` and `best`), `lease` (`nodes`, `waiting`),
-    `trial` (`state`, `nodes`, `speed`) or `progress` (`phase`, `step`).
+    the type of the record: `sweep` (with the fields `state`, `trials`, `winner` and `best_of_search`), `lease`
+    (`nodes`, `waiting`), `trial` (`state`, `nodes`, `tokens_per_s_per_device`) or `progress` (`phase`, `step`).
 
     \b
     Examples:

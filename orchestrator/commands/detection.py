@@ -83,7 +83,7 @@ class Detector:
 
     def _waits(self, line: str) -> None:
         """Forward reasons for waiting, but not progress."""
-        if not line.startswith("the first step"):
+        if not line.startswith("first step"):
             self._notify(line)
 
     def _sweep(self, variant: Filled) -> dict[str, object]:

@@ -238,7 +238,7 @@ def _result(sweep: Snapshot, home: Home) -> dict[str, str]:
         "configuration": short_name(found.trial.candidate) if found else ABSENT,
         "speed": f"{units.rate(found.speed.value)} {sweep.state.unit}" if found else ABSENT,
         "trials": str(summary.trials["total"]),
-        "device-hours": f"{summary.device_hours:.3g}",
+        "device-hours": units.rate(summary.device_hours),
     }
 
 

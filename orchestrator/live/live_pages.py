@@ -444,7 +444,7 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
         "status": "; ".join(filter(None, (descriptions.check_text(trial.check), *map(plain, found.pending)))),
         "html": html,
         "curves": _curves(measurement) if measurement else {},
-        "attempts": [[one.number, _ended(one), len(one.attempt.ranks)] for one in found.attempts],
+        "attempts": [[one.number, _ended(one), one.num_logs] for one in found.attempts],
     }
 
 

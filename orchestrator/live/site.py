@@ -10,6 +10,7 @@ import re
 import secrets
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -475,7 +476,7 @@ class _Pages:
             return json_answer({"error": "the request is not a JSON object"}, 400)
 
         def notify(message: str, is_bad: bool) -> None:
-            watch.feed.publish({"notice": {"text": message, "is_bad": is_bad}})
+            watch.feed.publish({"notice": {"text": message, "is_bad": is_bad, "at_s": time.time()}})
             watch.nudge()
 
         try:

@@ -67,6 +67,8 @@ class AttemptExplanation:
     """From launch to verified release; of a running one, until now."""
     folder: Path
     """The working folder of its ranks, on each of its nodes."""
+    num_logs: int
+    """One per rank, or per node where the command starts the ranks itself."""
     consequences: tuple[str, ...]
     """How the sweep reacted to its end, in sentences; empty while it is running."""
 
@@ -264,6 +266,7 @@ def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanat
             attempt=attempt,
             duration_s=max(0.0, ends.get(attempt.token, _End(at_s=now_s)).at_s - attempt.launched_at_s),
             folder=attempt_folder(sweep.folder, trial.number, index, attempt.token),
+            num_logs=len(_log_nodes(sweep, attempt)),
             consequences=ends[attempt.token].consequences if attempt.token in ends else (),
         )
         for index, attempt in enumerate(trial.attempts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sqlite3
@@ -601,9 +602,22 @@ class Tracker:
     def _experiment_id(self, state: SweepState) -> str:
         name = self._experiment_name(state)
         if name not in self._experiment_ids:
-            found = self._mlflow().get_experiment_by_name(name)
-            self._experiment_ids[name] = str(found.experiment_id) if found else self._create_experiment(name)
+            self._experiment_ids[name] = self._active_experiment(name)
         return self._experiment_ids[name]
+
+    def _active_experiment(self, name: str) -> str:
+        """The id of the experiment, created if missing.
+
+        A deleted one keeps its name, and restoring it would restore its runs: ``NAME (2)``, and so on, takes its place.
+        """
+        for number in itertools.count(1):
+            numbered = name if number == 1 else f"{name} ({number})"
+            found = self._mlflow().get_experiment_by_name(numbered)
+            if found is None:
+                return self._create_experiment(numbered)
+            if found.lifecycle_stage == "active":
+                return str(found.experiment_id)
+        raise AssertionError("there is always another number")
 
     def _create_experiment(self, name: str) -> str:
         folder = artifact_folder(self.uri)

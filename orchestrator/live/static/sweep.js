@@ -6,7 +6,7 @@ import { at, follow, liveRows, meta, put, say } from "./page.js";
 
 const sweep = meta("sweep");
 const trials = liveRows("table", "trial/"), checks = liveRows("checks", "check/");
-const ms = seconds => seconds >= 1 ? `${+seconds.toPrecision(3)} s` : `${+(seconds * 1000).toPrecision(3)} ms`;
+const ms = seconds => seconds >= 0.9995 ? `${+seconds.toPrecision(3)} s` : `${+(seconds * 1000).toPrecision(3)} ms`;
 
 const heading = head => {
   say(at("phase"), head.phase);
@@ -28,9 +28,16 @@ const charts = parts => {
     { tick: ms, legend: "Trials above the line are slower than was predicted when they were proposed." }));
 };
 
+// Time of the latest notice; null until the first message, whose notice is from before the page was opened.
+let noticedAt = null;
+const notify = found => {
+  if (found && noticedAt !== null && found.at_s > noticedAt) notice(found.text, found.is_bad);
+  noticedAt = Math.max(noticedAt ?? 0, found?.at_s ?? 0);
+};
+
 follow(`/api/sweeps/${sweep}/events`, (parts, names) => {
   if (names.includes("head")) heading(parts.head);
-  if (names.includes("notice") && parts.notice) notice(parts.notice.text, parts.notice.is_bad);
+  notify(parts.notice);
   if (names.includes("intervals")) put("intervals", parts.intervals?.some(one => one.rounds.length) && intervals(parts.intervals));
   checks(parts, names);
   if (trials(parts, names)) charts(parts);

@@ -424,7 +424,7 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
         axes.set_ylim(0.0, max(room, 1.15 * largest))
         axes.annotate(" tolerance", (1.0, curve.limits[-1]), xycoords=("axes fraction", "data"), color=VERMILION,
                       size=8, va="center")  # fmt: skip
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.2g}%")
+    axes.yaxis.set_major_formatter(lambda value, _: units.percent(value))
 
 
 def _deviation_title(name: str, step: int, value: float, limit: float) -> str:

@@ -132,6 +132,7 @@ def test_waiting_for_devices_uses_up_no_run_time(folder):
     threading.Timer(4.0, other.leave).start()
     detector.observe(Filled(argv=tuple(script.command.argv), env={}, files={}), 100)
     assert heard[0].startswith("waits for devices held by sweep other")
+    assert not [line for line in heard if "first step" in line]
     assert 0 < detector.spent_s < time.monotonic() - begun_s - 3
 
 

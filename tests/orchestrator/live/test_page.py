@@ -163,6 +163,27 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, ho
         assert not page.locator("#actions").is_visible() and page.locator("#trials").is_visible()
 
 
+def test_a_notice_is_shown_once_and_not_on_pages_opened_later(browser, server):
+    def publish(text):
+        feed = server.hub.watch("busy", None).feed
+        feed.publish({"notice": {"text": text, "is_bad": True, "at_s": time.time()}})
+
+    with Window(browser, server, "/sweeps/busy") as window:
+        window.wait("#trials", "t005")
+        publish("it failed")
+        window.wait("#notice", "it failed")
+        window.page.evaluate("document.getElementById('notice').textContent = ''")
+        window.page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+        window.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        window.page.evaluate("Object.defineProperty(document, 'hidden', {value: false})")
+        window.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        with Window(browser, server, "/sweeps/busy") as later:
+            later.wait("#trials", "t005")
+            assert later.text("#notice") == window.text("#notice") == ""
+            publish("again")
+            later.wait("#notice", "again")
+
+
 def test_a_page_finds_its_server_again(browser, home):
     """The tab stays: it reports a lost connection, and later shows what came meanwhile."""
     with serve(home) as server, Window(browser, server, "/sweeps/busy") as window:

@@ -5,20 +5,26 @@ import http.client
 import json
 import shutil
 import socket
+import subprocess
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
-from orchestrator.live.live_pages import MAX_ROWS
+from orchestrator.live.live_pages import MAX_ROWS, trial_document
 from orchestrator.live.page_server import CSRF_HEADER, HEADERS, HOST, MAX_PENDING
 from orchestrator.live.site import Feed
+from orchestrator.process_support import PLAIN
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Home
 from tests.orchestrator.live.conftest import keep_log, serve
-from tests.support.cli_homes import running
-from tests.support.story import ended, evidence
+from tests.support.cli_homes import keep, running
+from tests.support.story import WORKLOAD, created, ended, evidence, launched, proposed
 from trials.outcome import Crashed
+from trials.spec import ScriptData, ScriptModel
 
 SECRET = "correct-horse-battery"
 
@@ -138,6 +144,23 @@ def test_requests_are_left_to_the_controller_or_done_by_the_server_without_one(s
     assert act(server, "retry", body='{"kinds": ["measured"]}')[0] == 409
 
 
+def test_every_notice_is_sent_even_an_equal_one(server, monkeypatch):
+    """Two controllers in a row fail to start for the same reason."""
+    submission = SimpleNamespace(is_over=False, address="head:1")
+    monkeypatch.setattr("orchestrator.live.site.submission_of_sweep", lambda *_, **__: submission)
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="no space left\n")
+    monkeypatch.setattr("orchestrator.live.site.subprocess.run", lambda *_, **__: failed)
+    stream, notices = patches(events(server, "busy")), []
+    next(stream)
+    for _ in range(2):
+        assert act(server, "resume")[0] == 200
+        while (found := next(stream)[1].get("notice")) is None:
+            pass
+        notices.append(found)
+    one, other = notices
+    assert one["text"] == other["text"] and "no space left" in one["text"] and one["at_s"] < other["at_s"]
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -155,6 +178,16 @@ def test_requests_are_left_to_the_controller_or_done_by_the_server_without_one(s
 )
 def test_missing_resources_are_not_found(shared, path):
     assert ask(shared, path, Cookie=cookie(shared))[0] == 404
+
+
+def test_a_trial_offers_the_logs_that_its_attempts_have(tmp_path):
+    """A command that starts its ranks itself has one per node."""
+    ranks = tuple(Device(node=node, index=i) for node in ("n1", "n2") for i in range(2))
+    model = ScriptModel(recipe="custom", run=("x",), cwd="/", launcher="own")
+    for name, workload in (("own", replace(WORKLOAD, model=model, data=ScriptData())), ("each", WORKLOAD)):
+        keep(tmp_path, name, [created(workload=workload), proposed(0), replace(launched(0), ranks=ranks)]).close()
+    found = [trial_document(Home(tmp_path), name, 0, PLAIN)["attempts"] for name in ("own", "each")]
+    assert found == [[[0, "running", 2]], [[0, "running", 4]]]
 
 
 def test_logs_hold_no_secret_and_follow_no_link(server, home, monkeypatch, tmp_path):

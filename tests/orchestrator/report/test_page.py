@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -15,7 +16,7 @@ from jinja2 import UndefinedError
 from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
-from orchestrator.diagnosis.values import KnobEffect, Part, StepParts
+from orchestrator.diagnosis.values import Bottleneck, KnobEffect, Part, Remedy, StepParts
 from orchestrator.planning.planner import make_plan, plan_document
 from orchestrator.report import curves, descriptions
 from orchestrator.report.curves import History, ParallelCoordinates, SpeedPoint
@@ -25,12 +26,14 @@ from orchestrator.report.plots import charts as plots_proof
 from orchestrator.report.report import Report, make_report
 from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
+from orchestrator.statistics import Interval
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from tests.support.long_story import fill, speeds
 from tests.support.proof_story import proof_events
 from tests.support.story import failures
+from trials.spec import Candidate
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
 HOSTILE = '</title><script>alert(1)</script><img src=x onerror="alert(2)">$x_1$'
@@ -96,6 +99,27 @@ def many(num_trials: int) -> History:
     best = max(points, key=lambda point: point.speed, default=None)
     failed = (num_trials,) if num_trials else ()
     return History(measured=tuple(points), stopped=failed, failed=failed, baseline=100.0, best=best)
+
+
+def test_bounds_on_a_gain_are_rounded_to_the_safe_side():
+    """As on the terminal: 1.2346 bounds a gain from above, 1.2299 one from below."""
+    remedy = Remedy(
+        candidate=Candidate(micro_batch_size=2),
+        changed={},
+        gain=1.31,
+        source="measured",
+        ci95=Interval(1.2299, 1.4),
+        log_spread=None,
+        peak_bytes=None,
+        probability_fits=None,
+        trial=1,
+    )
+    about = {"source": "measured", "evidence": (), "knobs": (), "fixed": (), "remedy": remedy}
+    one = Bottleneck(kind="bubble", seconds=0.1, share=0.19, **about)  # type: ignore[arg-type]
+    diagnosed = SimpleNamespace(role="winner", trial=1, bottlenecks=(one,), advice=())
+    found = SimpleNamespace(diagnosed=diagnosed, baseline=None, chosen=None)
+    html = str(environment().get_template("step_time.html.j2").module.diagnosis(found))
+    assert ">1.24x</td>" in html and "<strong>at least 1.22x</strong> (measured, t001)" in html
 
 
 def lines(num_trials: int) -> ParallelCoordinates:

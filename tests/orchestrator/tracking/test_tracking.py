@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,25 @@ def test_a_deleted_run_or_store_is_not_written_to(ledger: Ledger, uri: str, tmp_
     with pytest.raises(sqlite3.OperationalError):
         SqliteWriter(tmp_path / "mlflow.db", ClientWriter(tracker.client())).can_write()
     assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_another_experiment_takes_the_place_of_a_deleted_one(tmp_path: Path, uri: str):
+    """Restoring it would restore the runs that were deleted with it."""
+    client, story = Tracker(uri).client(), [created(), proposed(0), launched(0), ended(0, measured())]
+    ids = []
+    for place in range(4):
+        with Ledger(tmp_path / f"sweep{place}") as ledger:
+            state = fill(ledger, [replace(story[0], at_s=float(place)), *story[1:]])
+            tracker = Tracker(uri)
+            assert sum(iter(lambda t=tracker, s=state: t.sync(ledger, s), 0)) == len(story)
+            found = tracker.recorded(state)
+        assert found is not None and len(client.search_runs([found.experiment_id])) == 2 + 2 * (place == 3)
+        ids.append(found.experiment_id)
+        if place < 2:
+            client.delete_experiment(found.experiment_id)
+    assert ids[2] == ids[3] and len(set(ids)) == 3
+    names = [client.get_experiment(one).name for one in ids]
+    assert names[1:3] == [f"{names[0]} (2)", f"{names[0]} (3)"]
 
 
 def test_another_attempt_stays_in_the_same_run(ledger: Ledger, uri: str):
