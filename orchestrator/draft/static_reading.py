@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,8 @@ from typing import Any, Literal
 
 import yaml
 
-from orchestrator.errors import ConfigError, reason_of
+from orchestrator.draft.shell_script import ASSIGNMENT, command_in
+from orchestrator.errors import ConfigError
 from orchestrator.frameworks.arguments import Argument, either_dash, read, read_text
 from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
 from trials.files import read_regular
@@ -383,13 +383,9 @@ def number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
 # A training command as typed: variables in front, the launcher and its options, the program of one rank.
 
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELLS = {"sh", "bash", "zsh", "dash", "ksh"}
 _FOREIGN = {"mpirun", "mpiexec", "horovodrun", "jsrun"}
 _DROPPED = {"nohup", "time", "exec", "env"}
-_HARMLESS = {"set", "echo", "ulimit"}
-_SHELL_SIGNS = ("$", "`", "|", "&", ";", "<", ">")
-"""If any remain after variables are filled in, the command needs a shell."""
 _PYTHON = re.compile(r"python[\d.]*")
 _ACCELERATE_VARIABLES = {
     "--mixed-precision": "ACCELERATE_MIXED_PRECISION",
@@ -439,9 +435,9 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
     """
     argv, env = list(words), dict[str, str]()
     if (script := _shell_script(argv)) is not None:
-        argv = _command_in(cwd / script, argv[argv.index(script) + 1 :])
-    while argv and (argv[0] in _DROPPED or _ASSIGNMENT.fullmatch(argv[0])):
-        if match := _ASSIGNMENT.fullmatch(argv[0]):
+        argv = command_in(cwd / script, argv[argv.index(script) + 1 :])
+    while argv and (argv[0] in _DROPPED or ASSIGNMENT.fullmatch(argv[0])):
+        if match := ASSIGNMENT.fullmatch(argv[0]):
             env[match[1]] = match[2]
         argv.pop(0)
     if not argv:
@@ -482,53 +478,16 @@ def _shell_script(argv: Sequence[str]) -> str | None:
     return argv[1] if is_shell and argv[1].endswith(".sh") else None
 
 
-def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
-    """The one command of a shell script, with its plain variables filled in; ``"$@"`` is what the script is given.
-
-    Raises:
-        ConfigError: the script has no command or several, or one that only a shell can run.
-    """
-    remedy = "Pass the script's training command instead: tune-cluster init -- torchrun train.py ..."
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {reason_of(error)}", remedy="Check the path.") from None
-    variables: dict[str, str] = {}
-    exported: dict[str, str] = {}
-    commands: list[list[str]] = []
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            raise ConfigError(f"cannot parse {line.strip()[:60]!r}", file=str(path), remedy=remedy) from None
-        words = [word for part in words for word in _expanded(part, variables, arguments)]
-        if not words or words[0] in _HARMLESS:
-            continue
-        if any(sign in word for word in words for sign in _SHELL_SIGNS):
-            raise ConfigError(f"{line.strip()[:60]!r} can only be run by a shell", file=str(path), remedy=remedy)
-        is_export = words[0] == "export"
-        given = [_ASSIGNMENT.fullmatch(word) for word in (words[1:] if is_export else words)]
-        if all(given):
-            found = {match[1]: match[2] for match in given if match is not None}
-            variables |= found
-            exported |= found if is_export else {}
-        else:
-            commands.append(words)
-    if len(commands) != 1:
-        raise ConfigError(f"expected one command in the script, found {len(commands)}", file=str(path), remedy=remedy)
-    return [*(f"{name}={value}" for name, value in exported.items()), *commands[0]]
-
-
-def _expanded(word: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Sequence[str]:
-    """The word with variables that the script sets; ``$@`` gives the script's arguments."""
-    if word == "$@":
-        return arguments
-    return [re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), word)]
-
-
 _SRUN = {"-n": "--ntasks", "-N": "--nodes"}
-_SRUN_FLAGS = ("-l", "-u", "-K", "-E", "-O", "-s", "-v", "-Q", "-Z", "-X")
-"""Options of one letter that take no value."""
+_SRUN_FLAGS = frozenset(
+    {"-E", "-H", "-I", "-K", "-O", "-Q", "-X", "-Z", "-k", "-l", "-s", "-u", "-v"}
+    | {"--bcast", "--compress", "--contiguous", "--disable-status", "--exact", "--exclusive", "--hold", "--immediate"}
+    | {"--interactive", "--join", "--kill-on-bad-exit", "--label", "--multi-prog", "--nice", "--no-allocate"}
+    | {"--no-kill", "--overcommit", "--overlap", "--oversubscribe", "--preserve-env", "--propagate", "--pty", "--quiet"}
+    | {"--quit-on-interrupt", "--reboot", "--resv-ports", "--send-libs", "--spread-job", "--test-only", "--unbuffered"}
+    | {"--use-min-nodes", "--verbose", "--whole", "--x11"}
+)
+"""Options whose value, if they have one, is part of the same word."""
 
 
 def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
@@ -543,7 +502,7 @@ def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
         name, equals, value = words.pop(0).partition("=")
         if not name.startswith("--") and len(name) > 2:
             name, value = name[:2], name[2:]
-        elif not equals and name not in _SRUN_FLAGS and len(name) == 2 and words:
+        elif not equals and name not in _SRUN_FLAGS and words:
             value = words.pop(0)
         given[_SRUN.get(name, name)] = value
     if not words or given.get("--nodes", "1") != "1":

@@ -23,6 +23,9 @@ from orchestrator.errors import ConfigError
         ("t.py --bs 4", "python t.py --bs 4", None, None),
         ("srun -N1 --ntasks-per-node=8 -c 4 python t.py", "python t.py", "srun", 8),
         ("srun -l -n 2 t.py --bs 4", "python t.py --bs 4", "srun", 2),
+        ("srun --ntasks 8 python t.py", "python t.py", "srun", 8),
+        ("srun --nodes 1 --ntasks-per-node 8 --partition a100 --unbuffered t.py", "python t.py", "srun", 8),
+        ("srun --nodes=1 --label --ntasks=4 --exclusive --cpu-bind cores t.py", "python t.py", "srun", 4),
         (
             "msrun --worker_num=8 --local_worker_num=4 t.py",
             "msrun --worker_num=8 --local_worker_num=4 t.py",
@@ -58,12 +61,61 @@ def test_options_of_accelerate_become_its_variables(tmp_path, monkeypatch):
         ("", "--"),
         ("bash run.sh", "run.sh"),
         ("srun -N2 python t.py", "--devices-per-node"),
+        ("srun --nodes 2 --ntasks-per-node 8 python t.py", "--devices-per-node"),
         ("torchrun", "script"),
     ],
 )
 def test_unsupported_commands_are_rejected_with_a_remedy(typed, word):
     with pytest.raises(ConfigError, match=re.escape(word)):
         take_apart(shlex.split(typed), Path())
+
+
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        ('ARGS="--bs 4 --lr 1e-3"\ntorchrun t.py $ARGS', "t.py --bs 4 --lr 1e-3"),
+        ('DIST="--nproc-per-node 2"\ntorchrun $DIST t.py', "t.py"),
+        ('ARGS="\n  --bs 4 \\\n  --lr 1\n"\nMORE=$ARGS\npython t.py ${MORE} --last', "t.py --bs 4 --lr 1 --last"),
+        ('NAME="a b"\npython t.py --name "$NAME" --bs 4', "t.py --name 'a b' --bs 4"),
+        ("EMPTY=\npython t.py $EMPTY --name '' --bs 4", "t.py --name '' --bs 4"),
+        ("BS=4\npython t.py --bs ${BS:-8}", "t.py --bs 4"),
+        ("python t.py --bs ${BS:-8} --x=${X:-}", "t.py --bs 8 --x="),
+        ("python t.py --run exp#3 '#4' --bs 4 # python u.py", "t.py --run exp#3 '#4' --bs 4"),
+        (
+            "BS=4\npython t.py --bs '$BS' \\$BS \"\\$BS\" 'a|b' \"it's; $BS\"",
+            "t.py --bs '$BS' '$BS' '$BS' 'a|b' \"it's; 4\"",
+        ),
+        ('# one \\\necho "run; $(date)" | cat\npython t.py "$@" --pre "$@"', "t.py --bs '1 2' --pre --bs '1 2'"),
+        ("python t.py $@", "t.py --bs 1 2"),
+    ],
+)
+def test_lines_of_a_shell_script_are_read_as_a_shell_reads_them(tmp_path, script, argv):
+    (tmp_path / "run.sh").write_text(f"{script}\n")
+    found = take_apart(["bash", "run.sh", "--bs", "1 2"], tmp_path)
+    assert list(found.argv[1:]) == shlex.split(argv)
+    assert found.num_processes == (2 if "DIST" in script else None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "${MODEL##*/} --bs 4",
+        "$UNSET",
+        '"$UNSET"',
+        "${HOME:-x}",
+        "${1:-4}",
+        "$(nproc)",
+        '"`nproc`"',
+        "> log",
+        "(a)",
+        '"x$@"',
+    ],
+)
+def test_lines_that_need_a_shell_are_rejected(tmp_path, words):
+    (tmp_path / "run.sh").write_text(f"MODEL=meta/Llama\npython t.py --out {words}\n")
+    with pytest.raises(ConfigError, match="can only be run by a shell") as raised:
+        take_apart(["bash", "run.sh"], tmp_path)
+    assert "run.sh" in str(raised.value.file)
 
 
 @pytest.mark.parametrize(
