@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import yaml
 
+from orchestrator.draft.accelerate_launch import AccelerateLaunch, read_launch
 from orchestrator.draft.shell_script import ASSIGNMENT, command_in
 from orchestrator.errors import ConfigError
-from orchestrator.frameworks.arguments import Argument, either_dash, read, read_text
+from orchestrator.frameworks.arguments import Argument, either_dash, read_text
 from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
 from trials.files import read_regular
 
@@ -387,20 +388,6 @@ _SHELLS = {"sh", "bash", "zsh", "dash", "ksh"}
 _FOREIGN = {"mpirun", "mpiexec", "horovodrun", "jsrun"}
 _DROPPED = {"nohup", "time", "exec", "env"}
 _PYTHON = re.compile(r"python[\d.]*")
-_ACCELERATE_VARIABLES = {
-    "--mixed-precision": "ACCELERATE_MIXED_PRECISION",
-    "--gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "--dynamo-backend": "ACCELERATE_DYNAMO_BACKEND",
-    "--zero-stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "--deepspeed-config-file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "--fsdp-version": "FSDP_VERSION",
-}
-"""Variables in which ``accelerate launch`` passes its options on (accelerate 1.15, ``utils/launch.py``)."""
-_ACCELERATE_FLAGS = {
-    "--cpu": "ACCELERATE_USE_CPU",
-    "--use-fsdp": "ACCELERATE_USE_FSDP",
-    "--use-deepspeed": "ACCELERATE_USE_DEEPSPEED",
-}
 _SELF_STARTING = {
     "msrun": ("--local_worker_num", "--worker_num"),
     "paddle.distributed.launch": ("--nproc_per_node",),
@@ -425,6 +412,8 @@ class TypedCommand:
     num_processes: int | None = None
     """Ranks per node; None: not set, or one per device."""
     num_nodes: int = 1
+    accelerate: AccelerateLaunch | None = None
+    """What ``accelerate launch`` sets, if it was the launcher."""
 
 
 def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
@@ -457,16 +446,20 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
         raise ConfigError(f"the {found.launcher} command has no script", remedy="Pass the complete command.")
+    program = _program(argv, found)
+    launch = read_launch(tuple(argv), found, program, cwd) if found.launcher == "accelerate" else None
+    nodes = found.num_nodes or (launch.num_nodes if launch is not None else None) or 1
     per_node = found.processes_per_node if found.launcher is not None else tasks or _own_count(tuple(argv))
-    if per_node is None and found.world_size and found.launcher == "accelerate":
-        per_node = found.world_size // (found.num_nodes or 1)
+    if per_node is None and launch is not None and launch.world_size:
+        per_node = max(1, launch.world_size // nodes)
     return TypedCommand(
         words=tuple(words),
-        argv=_program(argv, found),
-        env={**_variables(found), **env},
+        argv=program,
+        env={**(launch.variables if launch is not None else {}), **env},
         launcher=found.launcher or ("srun" if tasks else None),
         num_processes=per_node,
-        num_nodes=found.num_nodes or 1,
+        num_nodes=nodes,
+        accelerate=launch,
     )
 
 
@@ -546,15 +539,6 @@ def _own_count(argv: tuple[str, ...]) -> int | None:
     """How many devices a program without a launcher is configured to use, as in Lightning."""
     text = read_text(argv, either_dash("--devices", aliases=("--trainer.devices", "--num-devices", "--gpus")))
     return int(text) if text is not None and text.isdigit() and int(text) else None
-
-
-def _variables(found: Launched) -> dict[str, str]:
-    """The options of ``accelerate launch`` that it would have passed on."""
-    if found.launcher != "accelerate":
-        return {}
-    texts = {variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()}
-    flags = {v: "true" for name, v in _ACCELERATE_FLAGS.items() if read(found.options, either_dash(name, "flag"))}
-    return {**{variable: text for variable, text in texts.items() if text}, **flags}
 
 
 def _program(argv: Sequence[str], found: Launched) -> tuple[str, ...]:
