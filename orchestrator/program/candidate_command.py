@@ -457,8 +457,10 @@ def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], ca
 
 def _launcher(words: list[str], world_size: int) -> list[str]:
     """Lines of the start script that run the command under torchrun."""
-    program = words[1:] if words and Path(words[0]).name in _PYTHON else ["--no-python", *words]
-    python = words[0] if words and Path(words[0]).name in _PYTHON else "python3"
+    is_python = bool(words) and Path(words[0]).name in _PYTHON
+    python = words[0] if is_python else "python3"
+    starts_with_program = is_python and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-"))
+    program = words[1:] if starts_with_program else ["--no-python", *words]  # torchrun refuses options such as -u
     return [
         ': "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=127.0.0.1}" "${MASTER_PORT:=29500}"',
         f'exec {python} -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" \\',

@@ -252,6 +252,13 @@ def test_commands_of_megatron_are_predicted_with_their_experts(words, expected):
         assert shape.experts == expected
 
 
+def test_fsdp_of_megatron_shards_nothing_by_default():
+    argv = "pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --use-megatron-fsdp"
+    for words, stage in {"": 0, " --data-parallel-sharding-strategy optim_grads_params": 3}.items():
+        found = training("megatron").read(Run(argv=tuple((argv + words).split()), cwd="/"))
+        assert found.values["layout.zero_stage"] == stage
+
+
 def test_torchrun_loses_nothing():
     for candidate, workload in goldens.configurations()[:150:5]:
         made = export("torchrun", candidate, workload)
