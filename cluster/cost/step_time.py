@@ -213,7 +213,7 @@ def reached(efficiency: Array | float) -> Array | float:
 def efficiency_of(share: float) -> float:
     """Return the coefficient at which ``share`` of a bandwidth is :func:`reached`, up to :data:`MAX_REACHED`."""
     share = min(share, MAX_REACHED)
-    return share / (1 - share**4) ** 0.25
+    return float(share / (1 - share**4) ** 0.25)
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
