@@ -70,7 +70,7 @@ num_processes: 2
 """
 FSDP_YAML = """
 distributed_type: FSDP
-fsdp_config: {fsdp_reshard_after_forward: false}
+fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}
 mixed_precision: bf16
 num_processes: 4
 num_machines: 2
@@ -106,11 +106,11 @@ def launching(tmp_path, monkeypatch):
         ("--config_file=fsdp.yaml --fsdp_forward_prefetch true", 2, "O2", 2, {"FSDP_FORWARD_PREFETCH": "true"}),
         ("", 3, "O2", 2, {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),  # by the default YAML
         (
-            "--use_fsdp --fsdp_reshard_after_forward false --mixed_precision bf16",
+            "--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP --mixed_precision bf16",
             2,
             "O2",
             None,
-            {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+            {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"},
         ),
     ],
 )
