@@ -256,8 +256,8 @@ class ScriptSection(Section):
     recipe: RecipeName = Field(description="The framework of the program. Use `custom` for any other program.")
     run: Words = Field(
         description="The command as a list of arguments, run without a shell. `{name}` is a placeholder for a knob, "
-        "`accumulation`, `total_accumulation`, `total_micro_batch_size`, `world_size`, `steps`, `seed`, `out`, a custom "
-        "knob, or one of `files`. `python` is the one on the node's PATH."
+        "`accumulation`, `total_accumulation`, `total_micro_batch_size`, `world_size`, `steps`, `seed`, `out`, a "
+        "custom knob, or one of `files`. `python` is the one on the node's PATH."
     )
     trial_args: Arguments = Field(
         default=[],

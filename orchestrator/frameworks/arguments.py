@@ -129,9 +129,7 @@ def write(words: Sequence[str], argument: Argument, value: ArgumentValue) -> Wor
     if places and places[-1].given == value and not _is_overruled(given, places[-1]):
         return given
     if not places or _is_overruled(given, places[-1]):
-        kept = _without(given, places)
-        end = kept.index("--") if "--" in kept else len(kept)
-        return (*kept[:end], *_spelled_out(argument, value, None), *kept[end:])
+        return _appended(_without(given, places), _spelled_out(argument, value, None))
     last = places[-1]
     replaced = (*given[: last.start], *_spelled_out(argument, value, last), *given[last.stop :])
     return _without(replaced, places[:-1])
@@ -144,14 +142,27 @@ def spelled_out(words: Sequence[str], argument: Argument, value: ArgumentValue) 
 
 
 def with_settings(words: Sequence[str], settings: Sequence[str]) -> Words:
-    """The words with these settings, each in its place or at the end: ``--a b``, ``--a=b`` or ``a.b=c``."""
+    """The words with these settings, each in its place or at the end: ``--a b``, ``--a=b``, ``a.b=c``, the flag
+    ``--a``, or a word without a name, which is appended."""
     found, rest = tuple(words), list(settings)
     while rest:
-        name, is_joined, value = rest.pop(0).partition("=")
-        if not is_joined:
-            value = rest.pop(0) if rest else ""
-        found = write(found, Argument(name=name, takes="assignment" if is_joined else "value"), value)
+        word = rest.pop(0)
+        name, is_joined, value = word.partition("=")
+        if is_joined:
+            found = write(found, _joined_argument(found, name), value)
+        elif not is_option(word):
+            found = _appended(found, (word,))
+        elif rest and not is_option(rest[0]):
+            found = write(found, Argument(name=word), rest.pop(0))
+        else:
+            found = write(found, Argument(name=word, takes="flag"), True)
     return found
+
+
+def _joined_argument(words: Words, name: str) -> Argument:
+    """The argument that ``NAME=VALUE`` sets: one word, unless the command has it as ``--a b``."""
+    is_separate = is_option(name) and read(words, Argument(name=name))
+    return Argument(name=name, takes="value" if is_separate else "assignment")
 
 
 def remove(words: Sequence[str], *arguments: Argument) -> Words:
@@ -160,6 +171,11 @@ def remove(words: Sequence[str], *arguments: Argument) -> Words:
     for argument in arguments:
         found = _without(found, list(_places(found, argument)))
     return found
+
+
+def _appended(words: Words, added: Words) -> Words:
+    end = words.index("--") if "--" in words else len(words)
+    return (*words[:end], *added, *words[end:])
 
 
 def _is_overruled(words: Words, place: _Place) -> bool:

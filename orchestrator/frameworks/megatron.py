@@ -251,7 +251,7 @@ def _read_data_parallel(found: Found) -> dict[str, Any]:
         return {}
     stage: int | None = 1 if found.is_on(OPTIMIZER) else 0
     if found.is_on(FSDP):
-        strategy = found.get(STRATEGY) or STRATEGIES[3]
+        strategy = found.get(STRATEGY) or "no_shard"
         stages = {"no_shard": 0, "optim": 1, **{theirs: ours for ours, theirs in STRATEGIES.items()}}
         stage = stages.get(strategy)
         if stage is None:

@@ -233,8 +233,15 @@ def _argument(name: str, knob: CustomKnob, run: Run) -> object:
 
 def _is_same(value: CustomScalar, given: object) -> bool:
     if isinstance(given, str) and not isinstance(value, str):
-        return argument_text(value) == given
+        return argument_text(value) == given or (not isinstance(value, bool) and _number(given) == value)
     return given == value and isinstance(given, bool) == isinstance(value, bool)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _with_argument(argv: tuple[str, ...], name: str, value: CustomScalar) -> tuple[str, ...]:
@@ -457,8 +464,10 @@ def start_script(script: Script, overlaid: Overlay, names: Mapping[str, str], ca
 
 def _launcher(words: list[str], world_size: int) -> list[str]:
     """Lines of the start script that run the command under torchrun."""
-    program = words[1:] if words and Path(words[0]).name in _PYTHON else ["--no-python", *words]
-    python = words[0] if words and Path(words[0]).name in _PYTHON else "python3"
+    is_python = bool(words) and Path(words[0]).name in _PYTHON
+    python = words[0] if is_python else "python3"
+    starts_with_program = is_python and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-"))
+    program = words[1:] if starts_with_program else ["--no-python", *words]  # torchrun refuses options such as -u
     return [
         ': "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=127.0.0.1}" "${MASTER_PORT:=29500}"',
         f'exec {python} -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" \\',

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from orchestrator.frameworks.arguments import Argument, either_dash, expanded, is_option, read, read_text, remove, write
+from orchestrator.frameworks.arguments import (
+    Argument,
+    either_dash,
+    expanded,
+    is_option,
+    read,
+    read_text,
+    remove,
+    with_settings,
+    write,
+)
 from orchestrator.frameworks.launchers import imports
 
 KINDS = ("value", "flag", "switch", "list", "assignment")
@@ -77,6 +87,26 @@ MICRO = either_dash("--micro-batch-size", aliases=("-b",))
 )
 def test_a_change_keeps_spelling_and_place(words, value, written):
     assert write(words.split(), MICRO, value) == tuple(written.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "written"),
+    [
+        ("--lr 1 --out x", "--no-save --out {out}", "--lr 1 --out {out} --no-save"),
+        ("--lr 1 --out x", "--out {out} --no-save", "--lr 1 --out {out} --no-save"),
+        ("--quiet --lr 1", "--quiet", "--quiet --lr 1"),
+        ("--lr 1", "--seed -1 --no-save --clip -.5", "--lr 1 --seed -1 --no-save --clip -.5"),
+        ("--out x --lr 1", "--out=y", "--out y --lr 1"),
+        ("--out=x --lr 1", "--out y", "--out=y --lr 1"),
+        ("--lr 1", "--out=y", "--lr 1 --out=y"),
+        ("--save --lr 1", "--save=false", "--save --lr 1 --save=false"),
+        ("1 --lr 1", "--split 8 1 1 --no-save", "1 --lr 1 --split 8 1 1 --no-save"),
+        ("a.b=1 c=2", "a.b=3 d=4", "a.b=3 c=2 d=4"),
+        ("--lr 1 -- a", "--no-save -o y", "--lr 1 --no-save -o y -- a"),
+    ],
+)
+def test_settings_replace_arguments_or_are_appended(words, settings, written):
+    assert " ".join(with_settings(words.split(), settings.split())) == written
 
 
 def test_flags_are_disabled_by_absence_or_by_a_negative_name():

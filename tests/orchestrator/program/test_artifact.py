@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from orchestrator.config.sweep import load_sweep
 from orchestrator.frameworks.shell import with_exports
 from orchestrator.program.candidate_command import CHANGES, START, artifact, file_names, script_command
@@ -69,6 +71,27 @@ def test_ranks_are_started_by_torchrun(tmp_path):
     done = started(tmp_path / "there", made, STEPS="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["world"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("run", "program"),
+    [
+        ("python train.py", "train.py"),
+        ("python -m pkg", "-m pkg"),
+        ("python -u train.py", "--no-python python -u train.py"),
+        ("python3 -W ignore -O -m pkg", "--no-python python3 -W ignore -O -m pkg"),
+        ("nice python -u train.py", "--no-python nice python -u train.py"),
+    ],
+)
+def test_options_of_the_interpreter_are_not_passed_to_torchrun(tmp_path, run, program):
+    (tmp_path / "train.py").write_text("")
+    words = [*run.split(), "--bs", "{micro_batch_size}"]
+    data = changed({"workload.run": words, "workload.launcher": "env", "baseline.micro_batch_size": 4})
+    spec = load_sweep(write(tmp_path, data))
+    start = artifact(spec.script, spec.baseline_candidate, "t000").files[START].splitlines()
+    python = words[0] if words[0].startswith("python") else "python3"
+    assert start[-3].startswith(f"exec {python} -m torch.distributed.run ")
+    assert start[-1] == f"  {program} --bs 4"
 
 
 def test_changes_show_only_differences(tmp_path):
