@@ -195,9 +195,7 @@ BROKEN_WHEN = {
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
     ),
     "compile-with-zbv": lambda c, w: c.kernels.compile != "off" and c.layout.schedule == "zbv",
-    "compile-select-with-ep": lambda c, w: (
-        c.kernels.compile != "off" and c.layout.ep > 1 and recomputes_selected(c)
-    ),
+    "compile-select-with-ep": lambda c, w: c.kernels.compile != "off" and c.layout.ep > 1 and recomputes_selected(c),
     "compile-recompute-with-dtensor": lambda c, w: (
         c.kernels.compile != "off"
         and c.layout.tp > 1
