@@ -15,7 +15,7 @@ import numpy as np
 from cluster.base import Cluster, Deadlines, GangEnded, GangLaunch
 from cluster.cost.cost_model import derivatives
 from cluster.cost.inputs import Array, Coefficients, Prior
-from cluster.cost.step_time import matmul_flops_per_s
+from cluster.cost.step_time import efficiency_of, matmul_flops_per_s
 from cluster.hardware.topology import Accelerator, ClusterDescription, Device, Node, Placement
 from trials.accelerator.kinds import DeviceKind
 from trials.files import to_json
@@ -264,9 +264,10 @@ def _observations(profile: Profile, cluster: ClusterDescription) -> Iterator[_Ob
         yield _Observation("memory_efficiency", math.log(share), found.memory.log_spread)
     if found.link is not None:
         share = found.link.bus_bytes_per_s / cluster.accelerator.link_bytes_per_s
-        yield _Observation("link_efficiency", math.log(share))
+        yield _Observation("link_efficiency", math.log(efficiency_of(share)))
     if found.network is not None:
-        yield _Observation("network_efficiency", math.log(found.network.bus_bytes_per_s / cluster.network_bytes_per_s))
+        share = found.network.bus_bytes_per_s / cluster.network_bytes_per_s
+        yield _Observation("network_efficiency", math.log(efficiency_of(share)))
     if (collective := found.link or found.network) is not None:
         yield _Observation("collective_latency_s", math.log(collective.latency_s))
     if found.transfer is not None:

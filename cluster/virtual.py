@@ -20,7 +20,7 @@ from cluster.base import Fault, GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.cost.cost_model import Calibrated, CostModel, inputs_of
 from cluster.cost.generic import generic_inputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import Coefficients, Prior, load_prior
-from cluster.cost.step_time import matmul_flops_per_s
+from cluster.cost.step_time import matmul_flops_per_s, reached
 from cluster.gang.gang_outcome import fold
 from cluster.gang.messages import RankClock, RankFailure, RankProgress, RankSuccess, due_at_s, overdue_reason
 from cluster.hardware.topology import ClusterDescription, Device, Node, Topology
@@ -305,8 +305,8 @@ def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int
         matmul_flops_per_s=dict(zip(formats, map(float, rates), strict=True)),
         matmul_size=matmul_size,
         memory_bytes_per_s=accelerator.memory_bytes_per_s * float(k["memory_efficiency"]),
-        link_bytes_per_s=accelerator.link_bytes_per_s * float(k["link_efficiency"]),
-        network_bytes_per_s=cluster.network_bytes_per_s * float(k["network_efficiency"]),
+        link_bytes_per_s=accelerator.link_bytes_per_s * float(reached(k["link_efficiency"])),
+        network_bytes_per_s=cluster.network_bytes_per_s * float(reached(k["network_efficiency"])),
         collective_latency_s=float(k["collective_latency_s"]),
         transfer_latency_s=float(k["transfer_latency_s"]),
     )

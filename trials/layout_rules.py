@@ -191,8 +191,9 @@ def _copies_of_positions(workload: Workload, candidate: Candidate) -> str | None
     size = f"num_copies 2 with the odd micro_batch_size {candidate.micro_batch_size} splits the positions"
     if layout.cp > 1:
         return f"{size}: use cp 1, or an even micro_batch_size"
-    if candidate.loader.batching == "buckets":
-        return f"{size}: use batching padding, or an even micro_batch_size"
+    if candidate.loader.batching == "buckets" or (workload.lengths and layout.pp == 1):
+        # Only pipelines pad to seq_length: otherwise micro-batches have different numbers of positions.
+        return f"{size}: samples of varying length need an even micro_batch_size, or pp above 1 with batching padding"
     parts = 2 * (layout.tp if layout.sequence_parallel or has_experts(workload.model) else 1)
     if workload.seq_length % parts:
         return f"{size}: seq_length {workload.seq_length} is not divisible by {parts}"

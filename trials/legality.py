@@ -98,9 +98,13 @@ def _compile_select_with_ep(_workload: Workload, candidate: Candidate) -> str | 
     """The exchange between experts runs outside of the graph, and changes a tensor that the policy has kept."""
     if candidate.kernels.compile == "off" or candidate.layout.ep == 1:
         return None
-    if not any(any(row) for part in candidate.recompute.selective for row in part.num_layers):
+    if not _recomputes_selected(candidate):
         return None
     return "compile with ep and selective recompute is not supported: use full recompute, or compile off"
+
+
+def _recomputes_selected(candidate: Candidate) -> bool:
+    return any(any(row) for part in candidate.recompute.selective for row in part.num_layers)
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
@@ -211,6 +215,9 @@ def _keep_fp32(_workload: Workload, candidate: Candidate) -> str | None:
         return "keep_fp32 requires tp 1, cp 1 and ep 1"
     if kernels.compile != "off" or kernels.loss_chunks > 1:
         return "keep_fp32 requires compile off and loss_chunks 1"
+    if layout.zero_stage == 3 and _recomputes_selected(candidate):
+        # Recomputed operators would read the modules' weights before FSDP gathers them for the backward pass.
+        return "keep_fp32 with zero_stage 3 requires full recompute, not selective; or use zero_stage 2"
     return next((problem for problem in map(pattern_problem, precision.keep_fp32) if problem), None)
 
 
@@ -324,7 +331,7 @@ CANDIDATE_RULES = make_rules(
     ("amp-level", "precision", _amp_level),
     ("loss-scale", "precision", _loss_scale),
     ("amp-lists", "precision", _amp_lists),
-    ("keep-fp32", "layout.tp layout.cp layout.ep precision kernels.compile kernels.loss_chunks", _keep_fp32),
+    ("keep-fp32", "layout recompute precision kernels.compile kernels.loss_chunks", _keep_fp32),
     ("fp8-gather", "layout precision", _fp8_gather),
     ("loader", "loader", _loader),
     ("batching", "layout loader.batching kernels.attention", _batching),

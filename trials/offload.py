@@ -414,11 +414,14 @@ class _Hooks:
 
     def _is_weight(self, tensor: Tensor, part: Tensor) -> bool:
         """Whether it is a weight, or a copy of one in 16 bits or another form."""
+        if isinstance(tensor, nn.Parameter) or isinstance(_leaf(tensor), nn.Parameter):
+            return True
         if not self._weights:
-            # Not earlier: FSDP gathers weights when the layer is called.
+            # Not earlier: FSDP gathers weights when the layer is called. Those of units inside come later still, but
+            # none of these units is compiled, so their tensors have a history.
             weights = [stored_part(parameter) for parameter in self._layer.parameters()]
             self._weights = {id(weight.untyped_storage()): weight for weight in weights}
-        if id(part.untyped_storage()) in self._weights or _origin(tensor) in self._weights:
+        if id(part.untyped_storage()) in self._weights:
             return True
         return self._places is not None and self._is_compiled_copy(part, self._places)
 
@@ -432,13 +435,13 @@ class _Hooks:
         return places[place]
 
 
-def _origin(tensor: Tensor) -> int | None:
-    """Return the storage of the leaf that a tensor is a copy of, by its autograd history; None if it is no copy."""
+def _leaf(tensor: Tensor) -> Tensor | None:
+    """Return the leaf that a tensor is a copy of, by its autograd history; None if it is no copy."""
     node = tensor.grad_fn
     while node is not None and node.name() in _COPYING:
         node = node.next_functions[0][0]
-    leaf = getattr(node, "variable", None)
-    return None if leaf is None else id(stored_part(leaf).untyped_storage())
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
 
 
 def _is_cast(part: Tensor, weight: Tensor) -> bool:

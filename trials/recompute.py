@@ -105,7 +105,8 @@ class Handle:
 class Input:
     """A tensor argument of a recipe's operator, without its autograd graph, which avoids reference cycles.
 
-    A parameter stays the same object: FSDP restores its storage before the backward pass needs it.
+    A parameter stays the same object: FSDP restores its storage before the backward pass needs it, if the layer is one
+    unit of FSDP (rule ``keep-fp32``).
     """
 
     __slots__ = ("_is_written", "_requires_grad", "_version", "source")

@@ -203,14 +203,16 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(_workload: Workload, candidate: Candidate, _cluster: ClusterDescription) -> dict[str, float]:
     """Return bytes per element or parameter. O0 keeps everything in fp32, O1 adds a 16-bit copy of the weights, O2
-    keeps 16-bit weights with fp32 masters. O1-fp8, and O1 under ZeRO-3, cast weights at each use and keep no copy. O1
-    shards and gathers fp32 weights (``trials.precision.mixed_precision_policy``)."""
+    keeps 16-bit weights with fp32 masters. Autocast (O1) leaves the sums between layers in fp32. O1-fp8, and O1 under
+    ZeRO-3, cast weights at each use and keep no copy. O1 shards and gathers fp32 weights
+    (``trials.precision.mixed_precision_policy``)."""
     level, layout = candidate.precision.level, candidate.layout
     low = candidate.precision.base == "O2"
     # FSDP2 reduces in fp32; plain 16-bit parameters are reduced in their own format.
     is_short = low and (holds_plain(layout) or layout.dp * layout.cp == 1)
     return {
         "compute_bytes": 4.0 if level == "O0" else 2.0,
+        "stream_bytes": 4.0 if candidate.precision.base == "O1" else 0.0,
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,

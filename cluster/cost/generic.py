@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.cost.cost_model import matmul_peak
 from cluster.cost.inputs import Array, Coefficients
+from cluster.cost.step_time import reached
 from cluster.cost.usual import (
     Draw,
     Kind,
@@ -113,7 +114,7 @@ def generic_step_seconds(x: GenericInputs, k: Coefficients, usual: Draw | None =
     device, again = 3 * forward, x.repeated_share * forward * k["recompute_cost"]
     launched = x.num_kernels * np.exp(launch_effect(x.knobs, usual))
     host = (2 + x.repeated_share) * launched * k["host_layer_s"] / KERNELS_PER_LAYER
-    transfer = x.transfer_bytes / (x.link_bytes_per_s * k["link_efficiency"])
+    transfer = x.transfer_bytes / (x.link_bytes_per_s * reached(k["link_efficiency"]))
     hidden = k["gradient_overlap"] * 2 / 3 * device
     terms = {
         "compute": x.num_microbatches * device,

@@ -151,6 +151,9 @@ class CostInputs:
 
     compute_bytes: Array
     """Bytes of an activation element."""
+    stream_bytes: Array
+    """Bytes of an element between layers, and of the norms' inputs, which autocast leaves in fp32; 0: those of an
+    activation element."""
     loss_bytes: Array
     """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 if the gradient
     replaces the logits in place."""
@@ -222,6 +225,11 @@ class CostInputs:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def residual_bytes(self) -> Array:
+        """Bytes of an element between layers."""
+        return np.where(self.stream_bytes > 0, self.stream_bytes, self.compute_bytes)
+
+    @property
     def gather_bytes(self) -> Array:
         """Bytes per weight of a layer that ZeRO gathers."""
         return np.where(self.gathered_bytes > 0, self.gathered_bytes, self.compute_bytes)
@@ -285,6 +293,7 @@ DEFAULTS: Mapping[str, Any] = {
     "update_bytes": 0.0,
     "gathers_once": 0.0,
     "stays_gathered": 0.0,
+    "stream_bytes": 0.0,
     "gathered_bytes": 0.0,
     "gathered_table_bytes": 0.0,
     "buffer_bytes": 0.0,

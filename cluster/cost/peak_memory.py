@@ -21,6 +21,7 @@ from cluster.cost.wide import WIDE_BYTES, WIDE_STATE_BYTES, has_wide, per_layer
 from cluster.cost.work import (
     Work,
     copied_rows,
+    exchanging_ranks,
     experts_params,
     in_flight,
     inner_width,
@@ -70,7 +71,7 @@ def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array
     """
     states = terms["weights"] + terms["gradients"] + terms["optimizer"]
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0) + x.update_bytes
-    is_piece = terms["workspace"] >= x.workspace_limit_bytes * (1 - x.offload_optimizer)
+    is_piece = (x.offload_optimizer > 0) | (terms["workspace"] >= x.workspace_limit_bytes)
     by_results = np.where(is_piece, 0.0, k["workspace_bytes"] / (copies + k["workspace_bytes"]))
     slopes = {
         "state_factor": states,
@@ -203,7 +204,7 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
     matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
-    outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
+    outer = (2 * x.residual_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
     num_gathered = 2 - x.whole_experts * x.expert_share
     outer = outer + 2 * x.loose_norms * LOOSE_NORM_BYTES * x.hidden / shared
     outer = outer + num_gathered * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
@@ -219,7 +220,7 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
 def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
     """Return the activation bytes of all micro-batches in flight, and of one recomputed layer; both (n, stages)."""
     kept = layer_activation_bytes(x, work)
-    layer_input = work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0)
+    layer_input = work.tokens * x.hidden * x.residual_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0)
     plain_layers = x.stage_layers - x.stage_full
     wide = per_layer(x, x.stage_wide_kept) * ((WIDE_BYTES - x.compute_bytes) * work.tokens)[:, None]
     kept = kept[:, None] + wide
@@ -243,7 +244,11 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     longer = 2 * (WIDE_BYTES - weight) + np.maximum(0.0, WIDE_BYTES - gradient)
     blocks = (block * (2 * weight + gradient))[:, None] + per_layer(x, x.stage_wide_weights) * longer[:, None]
     gathered = np.maximum(whole, blocks)
-    return np.where(((x.zero_stage == 3) & (x.num_shards > 1))[:, None], gathered, 0.0)
+    is_apart = (x.shard_embedding > 0) & (x.dp * x.cp > 1)
+    # Separately sharded, embedding or head is whole while it is used, with its gradient.
+    table = x.vocab * x.hidden / x.tp * (x.gather_table_bytes + np.maximum(x.gather_table_bytes, x.compute_bytes))
+    tables = np.maximum(is_first(x), is_last(x)) * np.where(is_apart, table, 0.0)[:, None]
+    return np.where(((x.zero_stage == 3) & (x.num_shards > 1))[:, None], gathered, tables)
 
 
 def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
@@ -265,7 +270,10 @@ def _bucket_bytes(x: CostInputs, work: Work) -> Array:
 def _communicator_bytes(x: CostInputs) -> Array:
     """Return the bytes of the communicators of the world and of every parallel axis."""
     of_hybrid = np.where(x.cp_method == CP_METHODS.index("hybrid"), x.cp, 1.0)
-    degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size, of_hybrid, of_hybrid)
+    ranks = exchanging_ranks(x)
+    with_equal = np.where(x.zero_stage > 0, x.dp_shard, x.dp_replicate) * x.cp * x.tp / ranks
+    same_experts = np.where(ranks > 1, with_equal, 1.0)
+    degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size, ranks, same_experts, of_hybrid, of_hybrid)
     return np.asarray(float(COMMUNICATOR_BYTES) * sum((degree > 1).astype(np.float64) for degree in degrees))
 
 

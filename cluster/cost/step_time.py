@@ -192,11 +192,11 @@ the simple protocol in ``src/graph/tuning.cc``)."""
 
 
 def link_rate(x: CostInputs, k: Coefficients) -> Array:
-    return x.link_bytes_per_s * _reached(k["link_efficiency"])
+    return x.link_bytes_per_s * reached(k["link_efficiency"])
 
 
 def network_rate(x: CostInputs, k: Coefficients) -> Array:
-    return x.network_bytes_per_s * _reached(k["network_efficiency"])
+    return x.network_bytes_per_s * reached(k["network_efficiency"])
 
 
 def neighbour_rate(x: CostInputs, k: Coefficients) -> Array:
@@ -205,9 +205,15 @@ def neighbour_rate(x: CostInputs, k: Coefficients) -> Array:
     return np.where(inside, link_rate(x, k), network_rate(x, k))
 
 
-def _reached(efficiency: Array | float) -> Array | float:
+def reached(efficiency: Array | float) -> Array | float:
     """Return the share of a bandwidth that is reached: always below 1, whatever the coefficient."""
     return efficiency / (1 + efficiency**4) ** 0.25
+
+
+def efficiency_of(share: float) -> float:
+    """Return the coefficient at which ``share`` of a bandwidth is :func:`reached`, up to :data:`MAX_REACHED`."""
+    share = min(share, MAX_REACHED)
+    return float(share / (1 - share**4) ** 0.25)
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
@@ -257,6 +263,8 @@ def rounded_max(a: Array, b: Array) -> Array:
 
 PARTS = 4
 """Parts of a matmul that hides its collective: Transformer Engine's pipelined kernels, and rings of some ranks."""
+MAX_REACHED = 0.97
+"""Largest measured share of a bandwidth that counts: the coefficient of a share of 1 would be infinite."""
 HOST_LINK_SHARE = 0.8
 """Share of the host link's bandwidth reached by large copies of page-locked memory; an assumption."""
 
@@ -433,7 +441,7 @@ def busiest_experts(x: CostInputs, work: Work) -> tuple[Array, Array, Array]:
 def host_copy_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
     """Return the exposed seconds of activation copies per micro-batch and pipeline rank: a layer's kept activations go
     out in its forward pass and return in the backward pass of the layer after it."""
-    full = (work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0))[:, None]
+    full = (work.tokens * x.hidden * x.residual_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0))[:, None]
     kept = layer_activation_bytes(x, work)[:, None] * (1 - x.stage_dropped)
     seconds = 1 / (x.host_bytes_per_s * HOST_LINK_SHARE)[:, None]
     plain = _both_ways(kept * seconds, forward, backward, k) * (x.stage_layers - x.stage_full)
@@ -534,7 +542,9 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         + last * (collectives / 2)[:, None],
         # Recompute of a whole layer sends the tokens again: two of the four exchanges.
         "expert_parallel": (layers + full / 2) * expert_exchange_seconds(x, work, k, forward + backward)[:, None],
-        "context_parallel": layers * exchange_seconds(x, work, k, rate)[:, None],
+        # Recompute of a whole layer repeats its forward exchange: two of four of heads, one of three rounds of keys.
+        "context_parallel": (layers + full * np.where(x.exchanging_heads > 1, 1 / 2, 1 / 3)[:, None])
+        * exchange_seconds(x, work, k, rate)[:, None],
         "sharding": (layers + last) * gather
         + is_first(x) * table_seconds(x, k, forward, backward, x.wide_embedding)[:, None]
         + last * table_seconds(x, k, forward, backward, x.wide_head)[:, None],

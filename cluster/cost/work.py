@@ -153,7 +153,7 @@ def work_of(x: CostInputs) -> Work:
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
         keys_bytes=2 * tokens * (keys - 1) * x.compute_bytes * kv_width / x.tp,
         heads_bytes=2 * tokens * (heads - 1) / heads * x.compute_bytes * (width + kv_width) / x.tp,
-        pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.compute_bytes / x.tp, 0.0),
+        pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.residual_bytes / x.tp, 0.0),
     )
 
 
@@ -456,8 +456,8 @@ def _operations(schedule: int, pp: int, chunks: int, num_microbatches: int) -> t
 def _rank_order(schedule: int, pp: int, chunks: int, num: int, rank: int) -> list[tuple[int, int, int]]:
     """Return (kind, chunk, micro-batch) in the order in which ``rank`` runs them.
 
-    1F1B: Narayanan et al., arXiv 2104.04473; with chunks, groups of ``pp`` micro-batches pass one chunk at a time.
-    GPipe: all forwards, then all backwards.
+    1F1B: Narayanan et al., arXiv 2104.04473; with chunks, groups of :func:`per_round` micro-batches pass one chunk at a
+    time. GPipe: all forwards, then all backwards.
     """
     total = num * chunks
     slots = [_slot(i, pp, chunks, num) for i in range(total)]
@@ -466,7 +466,7 @@ def _rank_order(schedule: int, pp: int, chunks: int, num: int, rank: int) -> lis
     if schedule == 0:
         warmup = total
     elif chunks > 1:
-        warmup = min(total, 2 * (pp - rank - 1) + (chunks - 1) * pp)
+        warmup = min(total, 2 * (pp - rank - 1) + (chunks - 1) * per_round(pp, num))
     else:
         warmup = min(total, pp - rank - 1)
     order = forward[:warmup]
@@ -476,10 +476,16 @@ def _rank_order(schedule: int, pp: int, chunks: int, num: int, rank: int) -> lis
 
 
 def _slot(i: int, pp: int, chunks: int, num: int) -> tuple[int, int]:
-    """Return chunk and micro-batch of the ``i``-th forward pass: groups of ``pp``, the last possibly smaller."""
-    group, rest = divmod(i, pp * chunks)
-    size = min(pp, num - group * pp)
-    return rest // size, group * pp + rest % size
+    """Return chunk and micro-batch of the ``i``-th forward pass; the last group may be smaller."""
+    each = per_round(pp, num)
+    group, rest = divmod(i, each * chunks)
+    size = min(each, num - group * each)
+    return rest // size, group * each + rest % size
+
+
+def per_round(pp: int, num: int) -> int:
+    """Return how many of ``num`` micro-batches pass a chunk before the next chunk begins, as in torch."""
+    return num // max(1, num // pp)
 
 
 Peaks = tuple[tuple[int, ...], ...]
@@ -507,20 +513,17 @@ def in_flight_peaks(
 
 
 def _interleaved(stage: int, *, pp: int, v: int, m: int) -> Peaks:
-    """Simulate one rank: warm-up forwards, then alternating forward and backward; chunks in rounds of micro-batches.
-
-    ``m`` need not be divisible by ``pp``: a round then takes ``m // max(1, m // pp)`` micro-batches.
-    """
-    per_round = m // max(1, m // pp)
-    num_warmup = min(m * v, (v - 1) * per_round + 2 * (pp - stage - 1))
+    """Simulate one rank: warm-up forwards, then alternating forward and backward; chunks in rounds of micro-batches."""
+    each = per_round(pp, m)
+    num_warmup = min(m * v, (v - 1) * each + 2 * (pp - stage - 1))
     held = [0] * v
     moments = set()
     for forward in range(m * v):
-        held[forward // per_round % v] += 1
+        held[forward // each % v] += 1
         moments.add(tuple(held))
         backward = forward - num_warmup
         if backward >= 0:
-            held[v - 1 - backward // per_round % v] -= 1
+            held[v - 1 - backward // each % v] -= 1
     return tuple(sorted(_maximal(moments)))
 
 
@@ -535,13 +538,14 @@ def _covers(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
 def in_flight(x: CostInputs) -> Array:
     """Return the micro-batches that a pipeline rank holds at its worst moment, shape (n, stages); a chunk counts 1 / v.
 
-    This is the largest sum of ``in_flight_peaks`` over chunks; for interleaving in closed form, valid if m is a
-    multiple of pp: ``min(m v, 2 (p - s - 1) + (v - 1) p + 1) / v``.
+    This is the largest sum of ``in_flight_peaks`` over chunks; for interleaving ``min(m v, 2 (p - s - 1) + (v - 1) r +
+    1) / v`` with r of :func:`per_round`.
     """
     stage = np.arange(x.stage_layers.shape[1])[None, :]
     m, p, v = x.num_microbatches[:, None], x.pp[:, None], x.num_virtual_stages[:, None]
     plain = np.minimum(m, x.stage_buffers[:, None] * (p - stage))
-    chunked = np.minimum(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    each = np.floor(m / np.maximum(1.0, np.floor(m / p)))
+    chunked = np.minimum(m * v, 2 * (p - stage - 1) + (v - 1) * each + 1) / v
     zbv = (np.minimum(m, 2 * p - 1 - stage) + np.minimum(m, stage + 1)) / 2
     code = x.schedule[:, None]
     held = np.select(

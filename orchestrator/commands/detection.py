@@ -149,7 +149,7 @@ def detect(script: DraftedScript, machine: DraftedMachine, *, budget_s: float, n
 def _as_typed(script: DraftedScript) -> Filled:
     """The command with its variables and files."""
     files = files_of(script.command.argv, Path(script.run.cwd))
-    return Filled(argv=runnable(script.command.argv, script.source), env=dict(script.run.env), files=files)
+    return Filled(argv=runnable(script.command.argv, script.source), env=dict(script.command.env), files=files)
 
 
 def _starts_ranks(script: DraftedScript, machine: DraftedMachine, facts: ScriptFacts) -> bool:

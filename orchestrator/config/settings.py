@@ -166,7 +166,7 @@ Environment = Annotated[
     BeforeValidator(_texts),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number"]}}),
 ]
-"""Environment variables with their values; a number is passed as written."""
+"""Environment variables with their values; a number in a sweep file is passed as written, see ``yaml_source``."""
 
 
 # Sections made from the table of knobs: ``baseline``, ``space`` and the patterns in it

@@ -137,6 +137,8 @@ _Loader.add_implicit_resolver(
 )
 
 
+_TEXTS = (("workload", "run"), ("workload", "trial_args"), ("workload", "env"), ("cluster", "env"))
+"""Sections whose numbers are passed to programs as written, such as ``8.10``, ``0123`` or ``1:30:00``."""
 _PLAIN_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -188,7 +190,8 @@ class _Builder:
             )
         if isinstance(value, str) and (found := CONTROLS.search(value)) is not None:
             raise refused(f"the string contains the control character {found[0]!a}", "Remove the character.")
-        return value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return node.value if is_number and path[:2] in _TEXTS else value
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         self._refuse_duplicates(node, path)

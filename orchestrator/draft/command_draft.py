@@ -9,7 +9,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from orchestrator.draft.static_reading import (
 from orchestrator.errors import ConfigError
 from orchestrator.frameworks.catalog import recognise, training
 from orchestrator.frameworks.edit import Reading, Run, Training
+from orchestrator.frameworks.trainer_arguments import CONFIG
 from trials.files import fields_json, read_regular
 
 MAX_SIZES = 5
@@ -153,9 +154,20 @@ def _opened(command: TypedCommand, cwd: Path, recipe: str | None) -> tuple[Train
     """The framework of the command, and the command with the files that its arguments name."""
     run = Run(argv=command.argv, cwd=str(cwd), env=dict(command.env))
     known = training(recipe) if recipe is not None else recognise(run) or training("custom")
+    run = _with_launcher(command, run, known)
     paths = dict(known.find_files(run.argv, run.cwd))
     texts = {name: read_regular(Path(path)) for name, path in paths.items()}
     return known, Run(argv=run.argv, cwd=run.cwd, env=run.env, files=texts, paths=paths)
+
+
+def _with_launcher(command: TypedCommand, run: Run, known: Training) -> Run:
+    """The command with ``accelerate launch`` if the framework reads its YAML, which it then changes in a copy; else
+    with the variables that the launcher sets."""
+    launch = command.accelerate
+    if launch is None or CONFIG not in known.find_files(launch.before(run.argv), run.cwd):
+        return run
+    env = {name: text for name, text in run.env.items() if launch.variables.get(name) != text}
+    return replace(run, argv=launch.before(run.argv), env=env)
 
 
 def draft_script(
@@ -199,7 +211,7 @@ def draft_script(
         space["inside"] = inside.proposed
     if script.uses_placeholders and not space:
         space["own"] = dict(usual_variables(is_gpu=machine.is_gpu, cores=os.cpu_count() or 1))
-    argv = script.program.argv if script.uses_placeholders else script.run.argv
+    argv = _argv(script)
     tokens = seq_length or _stated_length(script) or script.detected.facts.seq_length
     named = name or _name(script)
     copies = _copies(script, named)
@@ -227,6 +239,15 @@ def draft_script(
         detected=script.detected,
         files={one.file: one.text for one in copies},
     )
+
+
+def _argv(script: DraftedScript) -> tuple[str, ...]:
+    """The command of the sweep file."""
+    launch = script.command.accelerate
+    if not script.uses_placeholders:
+        return script.run.argv
+    has_launcher = launch is not None and script.run.argv != script.command.argv
+    return launch.before(script.program.argv) if launch is not None and has_launcher else script.program.argv
 
 
 def _stated_length(script: DraftedScript) -> int | None:
@@ -305,7 +326,8 @@ def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
     """``from_run`` if the command defines everything."""
     if not script.uses_placeholders:
         return "from_run"
-    found: dict[str, Any] = {"dp_replicate": devices} if devices > 1 else {}
+    shards = devices > 1 and bool(script.reading.values.get("layout.zero_stage"))
+    found: dict[str, Any] = {"dp_shard" if shards else "dp_replicate": devices} if devices > 1 else {}
     if (micro := script.micro_batch_size) is not None:
         found["micro_batch_size"] = micro
     if (level := script.reading.values.get("precision.level")) in ("O1", "O2"):

@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,10 @@ from typing import Any, Literal
 
 import yaml
 
-from orchestrator.errors import ConfigError, reason_of
-from orchestrator.frameworks.arguments import Argument, either_dash, read, read_text
+from orchestrator.draft.accelerate_launch import AccelerateLaunch, read_launch
+from orchestrator.draft.shell_script import ASSIGNMENT, command_in
+from orchestrator.errors import ConfigError
+from orchestrator.frameworks.arguments import Argument, either_dash, read_text
 from orchestrator.frameworks.launchers import Launched, program_of, without_launcher
 from trials.files import read_regular
 
@@ -383,28 +384,10 @@ def number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:
 # A training command as typed: variables in front, the launcher and its options, the program of one rank.
 
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELLS = {"sh", "bash", "zsh", "dash", "ksh"}
 _FOREIGN = {"mpirun", "mpiexec", "horovodrun", "jsrun"}
 _DROPPED = {"nohup", "time", "exec", "env"}
-_HARMLESS = {"set", "echo", "ulimit"}
-_SHELL_SIGNS = ("$", "`", "|", "&", ";", "<", ">")
-"""If any remain after variables are filled in, the command needs a shell."""
 _PYTHON = re.compile(r"python[\d.]*")
-_ACCELERATE_VARIABLES = {
-    "--mixed-precision": "ACCELERATE_MIXED_PRECISION",
-    "--gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "--dynamo-backend": "ACCELERATE_DYNAMO_BACKEND",
-    "--zero-stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "--deepspeed-config-file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "--fsdp-version": "FSDP_VERSION",
-}
-"""Variables in which ``accelerate launch`` passes its options on (accelerate 1.15, ``utils/launch.py``)."""
-_ACCELERATE_FLAGS = {
-    "--cpu": "ACCELERATE_USE_CPU",
-    "--use-fsdp": "ACCELERATE_USE_FSDP",
-    "--use-deepspeed": "ACCELERATE_USE_DEEPSPEED",
-}
 _SELF_STARTING = {
     "msrun": ("--local_worker_num", "--worker_num"),
     "paddle.distributed.launch": ("--nproc_per_node",),
@@ -429,6 +412,8 @@ class TypedCommand:
     num_processes: int | None = None
     """Ranks per node; None: not set, or one per device."""
     num_nodes: int = 1
+    accelerate: AccelerateLaunch | None = None
+    """What ``accelerate launch`` sets, if it was the launcher."""
 
 
 def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
@@ -439,9 +424,9 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
     """
     argv, env = list(words), dict[str, str]()
     if (script := _shell_script(argv)) is not None:
-        argv = _command_in(cwd / script, argv[argv.index(script) + 1 :])
-    while argv and (argv[0] in _DROPPED or _ASSIGNMENT.fullmatch(argv[0])):
-        if match := _ASSIGNMENT.fullmatch(argv[0]):
+        argv = command_in(cwd / script, argv[argv.index(script) + 1 :])
+    while argv and (argv[0] in _DROPPED or ASSIGNMENT.fullmatch(argv[0])):
+        if match := ASSIGNMENT.fullmatch(argv[0]):
             env[match[1]] = match[2]
         argv.pop(0)
     if not argv:
@@ -461,16 +446,20 @@ def take_apart(words: Sequence[str], cwd: Path) -> TypedCommand:
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
         raise ConfigError(f"the {found.launcher} command has no script", remedy="Pass the complete command.")
+    program = _program(argv, found)
+    launch = read_launch(tuple(argv), found, program, cwd) if found.launcher == "accelerate" else None
+    nodes = found.num_nodes or (launch.num_nodes if launch is not None else None) or 1
     per_node = found.processes_per_node if found.launcher is not None else tasks or _own_count(tuple(argv))
-    if per_node is None and found.world_size and found.launcher == "accelerate":
-        per_node = found.world_size // (found.num_nodes or 1)
+    if per_node is None and launch is not None and launch.world_size:
+        per_node = max(1, launch.world_size // nodes)
     return TypedCommand(
         words=tuple(words),
-        argv=_program(argv, found),
-        env={**_variables(found), **env},
+        argv=program,
+        env={**(launch.variables if launch is not None else {}), **env},
         launcher=found.launcher or ("srun" if tasks else None),
         num_processes=per_node,
-        num_nodes=found.num_nodes or 1,
+        num_nodes=nodes,
+        accelerate=launch,
     )
 
 
@@ -482,53 +471,16 @@ def _shell_script(argv: Sequence[str]) -> str | None:
     return argv[1] if is_shell and argv[1].endswith(".sh") else None
 
 
-def _command_in(path: Path, arguments: Sequence[str]) -> list[str]:
-    """The one command of a shell script, with its plain variables filled in; ``"$@"`` is what the script is given.
-
-    Raises:
-        ConfigError: the script has no command or several, or one that only a shell can run.
-    """
-    remedy = "Pass the script's training command instead: tune-cluster init -- torchrun train.py ..."
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {reason_of(error)}", remedy="Check the path.") from None
-    variables: dict[str, str] = {}
-    exported: dict[str, str] = {}
-    commands: list[list[str]] = []
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            raise ConfigError(f"cannot parse {line.strip()[:60]!r}", file=str(path), remedy=remedy) from None
-        words = [word for part in words for word in _expanded(part, variables, arguments)]
-        if not words or words[0] in _HARMLESS:
-            continue
-        if any(sign in word for word in words for sign in _SHELL_SIGNS):
-            raise ConfigError(f"{line.strip()[:60]!r} can only be run by a shell", file=str(path), remedy=remedy)
-        is_export = words[0] == "export"
-        given = [_ASSIGNMENT.fullmatch(word) for word in (words[1:] if is_export else words)]
-        if all(given):
-            found = {match[1]: match[2] for match in given if match is not None}
-            variables |= found
-            exported |= found if is_export else {}
-        else:
-            commands.append(words)
-    if len(commands) != 1:
-        raise ConfigError(f"expected one command in the script, found {len(commands)}", file=str(path), remedy=remedy)
-    return [*(f"{name}={value}" for name, value in exported.items()), *commands[0]]
-
-
-def _expanded(word: str, variables: Mapping[str, str], arguments: Sequence[str]) -> Sequence[str]:
-    """The word with variables that the script sets; ``$@`` gives the script's arguments."""
-    if word == "$@":
-        return arguments
-    return [re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), word)]
-
-
 _SRUN = {"-n": "--ntasks", "-N": "--nodes"}
-_SRUN_FLAGS = ("-l", "-u", "-K", "-E", "-O", "-s", "-v", "-Q", "-Z", "-X")
-"""Options of one letter that take no value."""
+_SRUN_FLAGS = frozenset(
+    {"-E", "-H", "-I", "-K", "-O", "-Q", "-X", "-Z", "-k", "-l", "-s", "-u", "-v"}
+    | {"--bcast", "--compress", "--contiguous", "--disable-status", "--exact", "--exclusive", "--hold", "--immediate"}
+    | {"--interactive", "--join", "--kill-on-bad-exit", "--label", "--multi-prog", "--nice", "--no-allocate"}
+    | {"--no-kill", "--overcommit", "--overlap", "--oversubscribe", "--preserve-env", "--propagate", "--pty", "--quiet"}
+    | {"--quit-on-interrupt", "--reboot", "--resv-ports", "--send-libs", "--spread-job", "--test-only", "--unbuffered"}
+    | {"--use-min-nodes", "--verbose", "--whole", "--x11"}
+)
+"""Options whose value, if they have one, is part of the same word."""
 
 
 def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
@@ -543,7 +495,7 @@ def _without_srun(argv: Sequence[str]) -> tuple[list[str], int | None]:
         name, equals, value = words.pop(0).partition("=")
         if not name.startswith("--") and len(name) > 2:
             name, value = name[:2], name[2:]
-        elif not equals and name not in _SRUN_FLAGS and len(name) == 2 and words:
+        elif not equals and name not in _SRUN_FLAGS and words:
             value = words.pop(0)
         given[_SRUN.get(name, name)] = value
     if not words or given.get("--nodes", "1") != "1":
@@ -587,15 +539,6 @@ def _own_count(argv: tuple[str, ...]) -> int | None:
     """How many devices a program without a launcher is configured to use, as in Lightning."""
     text = read_text(argv, either_dash("--devices", aliases=("--trainer.devices", "--num-devices", "--gpus")))
     return int(text) if text is not None and text.isdigit() and int(text) else None
-
-
-def _variables(found: Launched) -> dict[str, str]:
-    """The options of ``accelerate launch`` that it would have passed on."""
-    if found.launcher != "accelerate":
-        return {}
-    texts = {variable: read_text(found.options, either_dash(name)) for name, variable in _ACCELERATE_VARIABLES.items()}
-    flags = {v: "true" for name, v in _ACCELERATE_FLAGS.items() if read(found.options, either_dash(name, "flag"))}
-    return {**{variable: text for variable, text in texts.items() if text}, **flags}
 
 
 def _program(argv: Sequence[str], found: Launched) -> tuple[str, ...]:

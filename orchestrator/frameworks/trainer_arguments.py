@@ -246,6 +246,8 @@ DEEPSPEED_FILE, DEEPSPEED_STAGE = "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERAT
 MADE = "deepspeed_made"
 """Placeholder of a DeepSpeed configuration that the command did not have."""
 _PRESETS = {f"zero{stage}{offload}": stage for stage in range(4) for offload in ("", "_offload")}
+_STRATEGIES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2}
+"""Stages by the strategy of FSDP's version 1, given by its name or number."""
 _NEW: Mapping[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -306,6 +308,9 @@ class ShardingEngine:
         """Shard with the command's engine; with DeepSpeed if it has none."""
         if self.kind == "fsdp" and stage == 0:
             self.leave()
+        elif self.kind == "fsdp" and self._has_strategy:
+            if stage != self.stage:
+                self.put_fsdp("sharding_strategy", "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP")
         elif self.kind == "fsdp":
             self.put_fsdp("reshard_after_forward", stage == 3)
         elif self.kind == "deepspeed" and self.preset is not None:
@@ -413,18 +418,26 @@ class ShardingEngine:
         section = self._arguments.section(FSDP)
         return None if section is None else section.get(key, section.get(f"fsdp_{key}"))
 
-    def put_fsdp(self, key: str, value: Any) -> None:
+    def put_fsdp(self, key: str, value: bool | str) -> None:
         """Change a setting of FSDP in place, or add it."""
         if self.by_arguments != "fsdp" or self._arguments is None:
-            self.edit.env[f"FSDP_{key.upper()}"] = str(value).lower()
+            self.edit.env[f"FSDP_{key.upper()}"] = str(value).lower() if isinstance(value, bool) else value
             return
         if (section := self._arguments.section(FSDP)) is None:
             self._arguments.make_section(FSDP, {key: value}, FSDP)
         else:
             section.put({f"fsdp_{key}" if section.has(f"fsdp_{key}") else key: value})
 
+    @property
+    def _has_strategy(self) -> bool:
+        """Whether a strategy shards: version 1 by the launcher's variables, where Accelerate ignores
+        ``reshard_after_forward``."""
+        return self.by_arguments is None and str(self.fsdp("version") or 1) == "1"
+
     def _fsdp_stage(self) -> int | None:
         """3 if weights are freed after the forward pass, else 2."""
+        if self._has_strategy:
+            return _STRATEGIES.get(str(self.fsdp("sharding_strategy") or "FULL_SHARD").upper())
         words = str(self._arguments.current("fsdp")) if self.by_arguments and self._arguments is not None else ""
         if "shard_grad_op" in words:
             return 2

@@ -25,6 +25,7 @@ from orchestrator.frameworks.gaps import TORCH_SCALER, num_microbatches, refuse_
 from orchestrator.frameworks.launchers import count, imports, program_of, script_text, without_launcher
 from orchestrator.frameworks.spelling import Found, Setting, SettingsBuilder, custom, number, row, switch
 from orchestrator.frameworks.trainer_arguments import (
+    ACCUMULATION,
     CONFIGURATION,
     ENGINE,
     MIXED_PRECISION,
@@ -47,6 +48,8 @@ _MODEL_FOLDERS = ("config_name", "model_name_or_path", "model", "model_id_or_pat
 """Arguments that name a model, or a folder with its ``config.json``."""
 _LENGTHS = ("block_size", "max_seq_length", "cutoff_len", "max_length", "model_max_length")
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_STEPS = f"env:{ACCUMULATION}"
+_SIZES = ("micro_batch_size", "workload.global_batch_size")
 _WORKERS, _AHEAD, _KEPT = "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"
 _DYNAMO_BACKEND, _DYNAMO_MODE = "env:ACCELERATE_DYNAMO_BACKEND", "env:ACCELERATE_DYNAMO_MODE"
 _REGIONAL = "env:ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
@@ -100,7 +103,9 @@ def _is_on(found: Found, knob: str, name: str) -> bool | None:
 def _write_batch(builder: SettingsBuilder) -> None:
     if builder.changed("micro_batch_size"):
         builder.settings[_BATCH] = builder.candidate.micro_batch_size
-    builder.settings[_ACCUMULATION] = num_microbatches(builder)
+    builder.settings[_ACCUMULATION] = steps = num_microbatches(builder)
+    if str(builder.current(_STEPS)).isdigit():  # under DeepSpeed, the Trainer compares it with its argument
+        builder.settings[_STEPS] = str(steps)
 
 
 def _read_batch(found: Found) -> dict[str, Any]:
@@ -440,7 +445,7 @@ def _attention(dialect: Dialect) -> Setting:
 def rows(dialect: Dialect) -> tuple[Setting, ...]:
     """In the order of writing: number formats depend on the engine."""
     return (
-        row(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATION), _write_batch, _read_batch),
+        row(_SIZES, (_BATCH, _ACCUMULATION, _STEPS), _write_batch, _read_batch),
         LAYOUT,
         row(("precision.level", "precision.dtype"), ("bf16", "fp16", _PRECISION), _write_precision, _read_precision),
         _recompute(dialect.recompute),

@@ -233,8 +233,15 @@ def _argument(name: str, knob: CustomKnob, run: Run) -> object:
 
 def _is_same(value: CustomScalar, given: object) -> bool:
     if isinstance(given, str) and not isinstance(value, str):
-        return argument_text(value) == given
+        return argument_text(value) == given or (not isinstance(value, bool) and _number(given) == value)
     return given == value and isinstance(given, bool) == isinstance(value, bool)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _with_argument(argv: tuple[str, ...], name: str, value: CustomScalar) -> tuple[str, ...]:

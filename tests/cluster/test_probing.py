@@ -14,6 +14,7 @@ from cluster.base import ClusterError, ClusterRequest, GangLaunch, Simulation
 from cluster.connect import clock_of, connect
 from cluster.cost.cost_model import derivatives
 from cluster.cost.inputs import TIME, assumed_prior, load_prior
+from cluster.cost.step_time import reached
 from cluster.hardware.topology import Node, Placement, Topology, catalogue, describe_topology
 from cluster.probing import (
     RUNNER,
@@ -343,6 +344,18 @@ def test_racks_joined_by_fast_links_measure_the_links_not_the_network():
     posterior = with_probe(prior, seen, described)
     assert interval(posterior, "network_efficiency") == pytest.approx(interval(prior, "network_efficiency"))
     assert interval(posterior, "link_efficiency")[1] < interval(prior, "link_efficiency")[1]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6, 0.9])
+def test_the_cost_model_uses_the_bandwidth_that_was_measured(share):
+    cluster = describe_topology(CPU)
+    bus = share * cluster.accelerator.link_bytes_per_s
+    times = tuple(MessageTime(num_bytes=n, time_s=1e-4 + n / bus) for n in (4096, 1 << 20, 1 << 24, 1 << 28))
+    seen = profile(1.0, link=Link(world_size=2, times=times), formats=())
+    prior = assumed_prior(TIME, noise=0.05)
+    wide = dataclasses.replace(prior, covariance=100 * prior.covariance)
+    efficiency, _ = interval(with_probe(wide, seen, cluster), "link_efficiency")
+    assert reached(math.exp(efficiency)) == pytest.approx(share, rel=0.03)
 
 
 def test_a_link_is_compared_by_its_bus_bandwidth():

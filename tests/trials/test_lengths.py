@@ -224,6 +224,7 @@ def test_sizes_must_match_the_inputs():
 
 
 PIPELINE, PACKING = Layout(pp=2, stage_layers=((1, 1),)), Loader(batching="packing")
+COPIES = Layout(tp=2, tp_engine="local", sequence_parallel=True, num_copies=2)
 EXPERTS = dataclasses.replace(SHAPE, experts=Experts(num_experts=2, top_k=1, ffn_hidden_size=32))
 DYNAMIC = Kernels(compile="block", dynamic=True)
 REFUSED = {
@@ -237,6 +238,7 @@ REFUSED = {
         VARYING,
         {"kernels": dataclasses.replace(DYNAMIC, compile_mode="reduce-overhead")},
     ),
+    "samples of varying length need an even micro_batch_size": (VARYING, {"layout": COPIES}),
     "require a dense model": (dataclasses.replace(VARYING, model=EXPERTS), {}),
 }
 

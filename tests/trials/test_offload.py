@@ -20,11 +20,12 @@ from trials import offload
 from trials import offload as host
 from trials.dryrun.estimate import HOST_FRAGMENTATION, DryRunRequest
 from trials.failure import InfeasibleSpec
-from trials.legality import check
+from trials.legality import check, violations
 from trials.models.built_in import next_token_loss
 from trials.offload import CopyStream, HostMemory
 from trials.parallel.mesh import HeldParameter, build_mesh
 from trials.spec import (
+    Experts,
     ImageFolderData,
     Kernels,
     Layout,
@@ -79,11 +80,12 @@ def moved_bytes(cases):
     """What a rank moves in one pass over one short sequence, by case."""
     warnings.simplefilter("ignore")  # what Dynamo looks at warns
     found = []
-    for layout, kernels in cases:
+    for layout, knobs in cases:
         mesh = build_mesh(layout, CPU) if layout.world_size > 1 else None
-        spec = tiny_spec(layout, workload=SHORT, offload=ON, precision=O1, kernels=kernels)
+        spec = tiny_spec(layout, **{"workload": SHORT, "offload": ON, "precision": O1} | knobs)
+        assert not list(violations(spec.workload, spec.candidate))
         (part,) = parallelize(spec, mesh, CPU, stage=0)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=spec.candidate.precision is O1):
             part.module(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
         found.append(part.offload_meter.num_bytes)
     return found
@@ -92,7 +94,7 @@ def moved_bytes(cases):
 @pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
 def test_weights_stay_where_they_are(kernels):
     """Also autocast's copies of them: without activations worth moving, nothing moves."""
-    assert moved_bytes([(Layout(), kernels)]) == [0]
+    assert moved_bytes([(Layout(), {"kernels": kernels})]) == [0]
 
 
 @pytest.mark.exhaustive
@@ -100,14 +102,20 @@ def test_split_weights_stay_where_they_are(tmp_path):
     """Also the copies of them that projections of the local engine make in 16 bits."""
     layouts = [Layout(tp=2, **options) for options in ({}, {"tp_engine": "local"})]
     layouts.append(dataclasses.replace(layouts[1], sequence_parallel=True))
-    cases = [*((layout, Kernels()) for layout in layouts), (layouts[1], BLOCK)]
+    cases = [*((layout, {}) for layout in layouts), (layouts[1], {"kernels": BLOCK})]
     assert run_ranks(moved_bytes, 2, tmp_path, cases) == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), BLOCK], ids=["eager", "block"])
 def test_gathered_weights_stay_where_they_are(kernels, tmp_path):
-    """FSDP's, which are whole in a layer's call only."""
-    assert run_ranks(moved_bytes, 2, tmp_path, [(Layout(dp_shard=2, zero_stage=3), kernels)]) == [[0]] * 2
+    """FSDP's, which are whole in a call only: in a layer's, or in that of a unit inside."""
+    zero3, shape = Layout(dp_shard=2, zero_stage=3), Experts(num_experts=4, top_k=1, ffn_hidden_size=16)
+    mixture = dataclasses.replace(SHORT, model=dataclasses.replace(SHORT.model, experts=shape))
+    cases = [(zero3, {"kernels": kernels})]
+    if kernels.compile == "off":
+        cases += [(dataclasses.replace(zero3, ep=2), {"workload": mixture})]
+        cases += [(zero3, {"precision": dataclasses.replace(O2, keep_fp32=(r".*\.w2",))})]
+    assert run_ranks(moved_bytes, 2, tmp_path, cases) == [[0] * len(cases)] * 2
 
 
 def bytes_per_sequence(cases):

@@ -472,6 +472,18 @@ def test_a_pattern_that_matches_no_module_is_refused():
         trained(Precision(level="O2", dtype="bfloat16", keep_fp32=("heads",)))
 
 
+def test_zero3_refuses_to_recompute_operators_of_modules_kept_in_fp32():
+    """Their weights are gathered again only when the module's own gradients arrive, which may be later."""
+    zero3 = Layout(dp_shard=2, zero_stage=3)
+    keeping = {"precision": Precision(level="O2", dtype="bfloat16", keep_fp32=(".*norm",))}
+    selecting = {"recompute": Recompute(selective=(SelectiveRecompute(pattern=".*norm.*", num_layers=((1,),)),))}
+    with pytest.raises(InfeasibleSpec, match="keep_fp32 with zero_stage 3 requires full recompute"):
+        check(tiny_spec(zero3, **keeping, **selecting))
+    for knobs in (keeping, selecting, keeping | {"recompute": Recompute(full=((1,),))}):
+        check(tiny_spec(zero3, **knobs))
+    check(tiny_spec(dataclasses.replace(zero3, zero_stage=2), **keeping, **selecting))
+
+
 def test_patterns_of_recompute_see_linear():
     pattern = SelectiveRecompute(pattern=r".*\.w(13|qkv)\.linear", num_layers=((2,),))
     part, loss = trained(FLOAT8, Recompute(selective=(pattern,)))

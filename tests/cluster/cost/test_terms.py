@@ -3,6 +3,8 @@ habits require."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from cluster.cost.peak_memory import (
     MAX_SURPRISES,
     SOFTWARE,
     Structure,
+    copied_updates,
     distinct_structures,
     log_slopes,
     passes_bytes,
@@ -32,6 +35,7 @@ from cluster.cost.work import (
     in_flight,
     in_flight_peaks,
     layers_params,
+    per_round,
     pipeline_seconds,
     simulated_seconds,
     tables_params,
@@ -102,11 +106,13 @@ LONG = {"seq_length": 2**18, "recompute": "full"}
         ("activations", {"pp": 4}, {"pp": 4, "schedule": 0}),
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
         ("activations", {}, {"loose_norms": 1}),
+        ("activations", {"recompute": "full"}, {"recompute": "full", "stream_bytes": 4}),
         ("workspace", AT_STEP, {"update_bytes": 8, **AT_STEP}),
         ("head", {"tp": 2}, {}),
         ("gathered", {**LONG, "cp": 8}, {**LONG, "cp": 8, "cp_method": 0}),
         ("gathered", {"zero_stage": 3, "pp": 2}, {"zero_stage": 3, "pp": 2, "stays_gathered": 1}),
         ("gathered", {"zero_stage": 3, "dp_shard": 64}, {"zero_stage": 3, "dp_shard": 64, "gathered_bytes": 4}),
+        ("gathered", {"zero_stage": 2}, {"zero_stage": 2, "shard_embedding": 1}),
         ("head", {"loss_bytes": 0}, {}),
         ("head", {"loss_chunks": 4}, {}),
         ("head", {"loss_chunks": 4}, {"loss_chunks": 4, "head_sums_bytes": 4}),
@@ -147,6 +153,7 @@ def heads(number, size, **changes):
         ),
         ("context_parallel", {"cp": 4, "seq_length": 2**14}, {"cp": 4, "seq_length": 2**14, "cp_method": 0}),
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
+        ("context_parallel", {"cp": 4}, {"cp": 4, "recompute": "full"}),
         ("context_parallel", HYBRID, {**HYBRID, "ulysses_degree": 4}),
         ("context_parallel", HYBRID, {**HYBRID, "cp_method": 2}),
         ("context_parallel", HYBRID, {**HYBRID, "cp_method": 1}),
@@ -230,6 +237,12 @@ def test_slopes_of_memory_are_its_derivatives():
         return np.log(np.sum(list(stage_bytes(x, work_of(x), coefficients).values()), axis=0)[:, 0])
 
     np.testing.assert_allclose(log_slopes(x, terms, at), derivatives(log_first_rank, at), atol=1e-4)
+
+
+def test_slopes_are_finite_if_updates_on_the_host_are_copied():
+    x, at = copied_updates(inputs(row(offload_optimizer=1))), assumed(MEMORY)
+    terms = {name: values[:, 0] for name, values in stage_bytes(x, work_of(x), at).items()}
+    assert np.isfinite(log_slopes(x, terms, at)).all()
 
 
 def test_cores_need_neither_many_tiles_nor_long_products():
@@ -525,13 +538,21 @@ def test_uneven_stages_are_simulated():
     assert seconds[0] > seconds[1]
 
 
+def test_interleaved_schedules_with_any_number_of_micro_batches_end():
+    for pp, v in itertools.product(range(2, 9), range(2, 5)):
+        for m in range(1, 2 * pp + 1):
+            assert len(_operations(SCHEDULES.index("interleaved"), pp, v, m)) == 2 * pp * v * m
+
+
 @st.composite
 def layouts(draw):
     schedule = draw(st.sampled_from(SCHEDULES))
     pp = draw(st.integers(1, 6))
     v = {"interleaved": draw(st.integers(2, 4)), "zbv": 2}.get(schedule, 1)
     m = draw(st.integers(1, 24))
-    return schedule, pp, v, m * pp if schedule == "interleaved" else m
+    if schedule == "interleaved":
+        m = draw(st.integers(1, 24 * pp).filter(lambda m: m % per_round(pp, m) == 0))
+    return schedule, pp, v, m
 
 
 @given(layouts())

@@ -10,13 +10,13 @@ import pytest
 from benchmarks.dryrun.cases import SMALL
 from cluster.cost.cost_model import cost_model, inputs_of
 from cluster.cost.inputs import MEMORY, Coefficients
-from cluster.cost.peak_memory import passes_bytes
+from cluster.cost.peak_memory import _communicator_bytes, passes_bytes
 from cluster.cost.step_time import busiest_params, gather_seconds, reduction_seconds
 from cluster.cost.wide import mean_bytes, wide_columns
 from cluster.cost.work import work_of
 from tests.cluster.cost.test_tables import CANDIDATES_CLUSTER
 from tests.trials.simulated import simulated_runs
-from trials.dryrun.estimate import DryRunRequest
+from trials.dryrun.estimate import COMMUNICATOR_BYTES, DryRunRequest, num_communicators
 from trials.sizes import num_parameters
 from trials.spec import (
     Candidate,
@@ -25,6 +25,7 @@ from trials.spec import (
     LlamaModel,
     Precision,
     Protocol,
+    Recompute,
     TrialSpec,
 )
 
@@ -83,6 +84,44 @@ def test_products_in_fp32_take_longer_and_head_and_tables_count():
     assert head["forward"] > plain["forward"]
     in_one, by_head = memory(candidate(), candidate(("output",)), workload=shape)["weights"]
     assert by_head - in_one == 2 * model.vocab_size * model.hidden_size
+
+
+def test_autocast_keeps_inputs_of_layers_in_fp32():
+    layout = Layout(dp_shard=2, zero_stage=3)
+    pairs = []
+    for num_layers in (2, 4):
+        model = dataclasses.replace(MODEL, num_layers=num_layers)
+        recompute = Recompute(full=((num_layers,),))
+        precision = Precision(level="O1", dtype="bfloat16")
+        one = Candidate(layout=layout, precision=precision, micro_batch_size=4, recompute=recompute)
+        pairs.append((dataclasses.replace(WORKLOAD, model=model), one))
+    specs = [TrialSpec(workload=workload, candidate=one, protocol=Protocol()) for workload, one in pairs]
+    kept = [
+        max(peak.by_category.get("activation", 0) for place, peak in run.peaks.items() if place.startswith("backward"))
+        for run in simulated_runs([DryRunRequest(spec=spec, rank=0) for spec in specs])
+    ]
+    x = inputs_of(pairs, CANDIDATES_CLUSTER)
+    predicted = passes_bytes(x, work_of(x), ONES)["activations"][:, 0]
+    assert predicted[1] - predicted[0] == kept[1] - kept[0] == 2 * 4 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_replicate": 2, "ep": 2},
+        {"dp_shard": 4, "zero_stage": 1, "ep": 2, "pp": 2, "stage_layers": ((2, 2),)},
+        {"tp": 2, "tp_engine": "local", "sequence_parallel": True, "dp_shard": 2, "zero_stage": 2, "ep": 4},
+        {"tp": 2, "tp_engine": "local", "cp": 2},
+        {"cp": 4, "cp_method": "hybrid", "ulysses_degree": 2},
+    ],
+)
+def test_communicators_are_those_that_dry_runs_count(layout):
+    model = MODEL
+    if "ep" in layout:
+        model = dataclasses.replace(MODEL, experts=Experts(num_experts=4, top_k=2, ffn_hidden_size=96))
+    one = Candidate(layout=Layout(**layout))
+    x = inputs_of([(dataclasses.replace(WORKLOAD, model=model), one)], CANDIDATES_CLUSTER)
+    assert _communicator_bytes(x) == [COMMUNICATOR_BYTES * num_communicators(one.layout)]
 
 
 @pytest.mark.parametrize(("zero_stage", "short"), [(0, 2), (1, 2), (2, 4), (3, 4)])

@@ -239,7 +239,7 @@ def test_lost_nodes(nodes, lease, tmp_path):
     lease.release(released.name)
     assert isinstance(end_of(lease, again).outcome, GangLost)
     assert len(names(lease)) == 2, "there is no other"
-    late = run(lease, "ok", devices=(*lease.topology.nodes[0].devices, *released.devices))
+    late = run(lease, "ok", on=(*lease.topology.nodes[0].devices, *released.devices))
     assert (type(late.outcome), late.outcome.evidence.node) == (GangLost, released.name)
 
 

@@ -74,6 +74,24 @@ def test_a_stored_sweep_keeps_what_was_read_and_another_content_is_another_sweep
     assert SweepSpec.from_json(stored).spec_hash == spec.spec_hash
 
 
+@pytest.mark.parametrize("number", ["9.0", "8.10", "1:30:00", "0123", "1_000", "1e-3", "-.5"])
+def test_numbers_reach_the_program_as_written(tmp_path, number):
+    env = {"A": "NUMBER"}
+    changes = {"workload.run.6": "NUMBER", "workload.trial_args": ["--x", "NUMBER"]}
+    file = write(tmp_path, changed(changes | {"workload.env": env, "cluster.env": env}))
+    file.write_text(file.read_text().replace("NUMBER", number))
+    spec = load_sweep(file)
+    script = spec.script
+    assert (script.run.argv[-1], script.trial_args, dict(script.run.env)) == (number, ("--x", number), {"A": number})
+    assert spec.cluster.env == {"A": number}
+
+
+def test_a_number_in_the_command_is_the_value_of_a_knob_in_any_spelling(tmp_path):
+    file = write(tmp_path, changed({"workload.run.6": "NUMBER", "space.own": {"--lr": [0.01, 0.001]}}))
+    file.write_text(file.read_text().replace("NUMBER", "1e-3"))
+    assert load_sweep(file).baseline_candidate.own == (CustomChoice(name="--lr", value=0.001),)
+
+
 BAD = {
     "text": ({"workload.run": "python train.py --bs '4 5'"}, "workload.run", 'Use [python, train.py, --bs, "4 5"]'),
     "truth": ({"workload.run.1": True}, "workload.run.1", "in quotes"),

@@ -408,6 +408,43 @@ def test_an_overlaid_command_reads_as_the_candidate_or_has_an_error(name):
     assert {file: (folder / file).read_text() for file in programs.FILES} == programs.FILES
 
 
+@pytest.mark.parametrize("kind", ["accelerate", "transformers"])
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("2", 2), ("NO_SHARD", None), ("HYBRID_SHARD", None)],
+)
+def test_version_1_of_fsdp_shards_by_its_strategy(tmp_path, kind, strategy, stage):
+    """Accelerate ignores ``FSDP_RESHARD_AFTER_FORWARD`` there, which its launcher always sets."""
+    known, run = programs.program(kind, programs.written(tmp_path))
+    launcher = f"accelerate launch --use_fsdp --num_processes 2 --fsdp_sharding_strategy {strategy}"
+    run = replace(run, argv=(*launcher.split(), "loop.py" if kind == "accelerate" else "trainer.py"))
+    parsed = known.read(run)
+    assert parsed.values.get("layout.zero_stage") == stage
+    assert (stage is None) == any("the configuration of fsdp" in note.message for note in parsed.notes)
+    for wanted, name in ((2, "SHARD_GRAD_OP"), (3, "FULL_SHARD")):
+        base = candidate_of(parsed.values)
+        candidate = replace(base, layout=replace(base.layout, dp_shard=2, dp_replicate=1, zero_stage=wanted))
+        laid = known.overlay(run, programs.request(known, run, candidate, named=["layout.zero_stage"]))
+        assert "layout.zero_stage" not in programs.errors(laid)
+        assert laid.env["FSDP_SHARDING_STRATEGY"] == (strategy if wanted == stage else name)
+        assert known.read(run_of(laid, run)).values["layout.zero_stage"] == wanted
+
+
+@pytest.mark.parametrize(("given", "expected"), [("8", "4"), ("auto", "auto")])
+def test_the_trainer_and_its_launcher_agree_on_accumulation(tmp_path, given, expected):
+    """Under DeepSpeed, the Trainer compares its argument with the launcher's variable."""
+    known, run = programs.program("transformers", programs.written(tmp_path))
+    launcher = f"accelerate launch --use_deepspeed --num_processes 2 --gradient_accumulation_steps {given} trainer.py"
+    sizes = "--per_device_train_batch_size 1 --gradient_accumulation_steps 8"
+    run = replace(run, argv=(*launcher.split(), *sizes.split()))
+    base = candidate_of(known.read(run).values)
+    candidate = replace(base, micro_batch_size=2, layout=replace(base.layout, dp_shard=2, dp_replicate=1))
+    laid = known.overlay(run, programs.request(known, run, candidate))
+    assert programs.errors(laid) == {}
+    assert laid.argv[laid.argv.index("--gradient_accumulation_steps") + 1] == "4"
+    assert laid.env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == expected
+
+
 def with_layout(**changes):
     return lambda base: commands.canonical(replace(base, layout=replace(base.layout, **changes)))
 

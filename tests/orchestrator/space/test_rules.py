@@ -54,6 +54,10 @@ def ddp(layout):
     return layout.zero_stage == 1 or replicates
 
 
+def recomputes_selected(candidate):
+    return any(any(row) for part in candidate.recompute.selective for row in part.num_layers)
+
+
 def micro_batches(candidate, workload):
     layout = candidate.layout
     return workload.global_batch_size // (candidate.micro_batch_size * layout.dp_replicate * layout.dp_shard)
@@ -191,11 +195,7 @@ BROKEN_WHEN = {
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
     ),
     "compile-with-zbv": lambda c, w: c.kernels.compile != "off" and c.layout.schedule == "zbv",
-    "compile-select-with-ep": lambda c, w: (
-        c.kernels.compile != "off"
-        and c.layout.ep > 1
-        and any(any(row) for part in c.recompute.selective for row in part.num_layers)
-    ),
+    "compile-select-with-ep": lambda c, w: c.kernels.compile != "off" and c.layout.ep > 1 and recomputes_selected(c),
     "compile-recompute-with-dtensor": lambda c, w: (
         c.kernels.compile != "off"
         and c.layout.tp > 1
@@ -225,6 +225,7 @@ BROKEN_WHEN = {
             and c.layout.ep < 2
             and c.kernels.compile == "off"
             and c.kernels.loss_chunks < 2
+            and not (c.layout.zero_stage == 3 and recomputes_selected(c))
             and "(" not in c.precision.keep_fp32
         )
     ),
