@@ -64,7 +64,7 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable .
 	@touch $@
 
-# Compiling torchao warns of its docstrings, and the tests make an error of every warning.
+# Python warns about torchao's docstrings when it compiles them, and the tests turn every warning into an error.
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable ".[test]"
 	$(VENV)/bin/python -m compileall -q $(VENV)/lib/python3*/site-packages/torchao
